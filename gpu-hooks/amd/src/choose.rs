@@ -2,16 +2,14 @@
 //! checkpoint's GPUs onto those that it sees by a search of its own, which [`super::plugin_choice`] predicts.
 
 use crate::checks::{KfdSwitches, Switch, compare, matches, names};
-use crate::plugin_choice::{self, PluginChoice};
+use crate::plugin_choice;
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 use cryopod_gpu_plan::mapping::wish::{self, Wish};
 
 /// How many sets of GPUs are tried.
-const SETS: u32 = 20_000;
-/// As many sets costs one on which the plugin's search would not end.
-const LOOP: u32 = 20;
+const SETS: usize = 20_000;
 
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceRequest<'a> {
@@ -149,19 +147,12 @@ fn first_agreed<'a>(
     wishes: &[(u32, u32)],
 ) -> Result<Vec<GpuMatch>, (String, Vec<&'a Node>)> {
     let mut first = None;
-    let mut budget = SETS;
-    for set in sets(source, candidates, wishes, request.switches) {
+    for set in sets(source, candidates, wishes, request.switches).take(SETS) {
         let minors: Vec<u32> = set.iter().map(|node| node.render_minor()).collect();
         match plugin_agrees(request, source, &minors, wishes) {
             Ok(pairs) => return Ok(pairs),
-            Err((trouble, cost)) => {
-                first.get_or_insert((trouble, set));
-                budget = budget.saturating_sub(cost);
-            }
-        }
-        if budget == 0 {
-            break;
-        }
+            Err(trouble) => first.get_or_insert((trouble, set)),
+        };
     }
     Err(first.unwrap_or_else(|| ("finds too few GPUs".into(), Vec::new())))
 }
@@ -239,28 +230,21 @@ fn distance(source: &Node, target: &Node) -> u32 {
     1 + place + minor.min(1000)
 }
 
-/// Returns the plugin's map if it sees only these GPUs, if that keeps the wishes. An error has what is wrong with the
-/// map, and how many sets it costs.
+/// Returns the plugin's map if it sees only these GPUs, if that keeps the wishes. The error says what is wrong with it.
 fn plugin_agrees(
     request: &ChoiceRequest<'_>,
     source: &Topology,
     minors: &[u32],
     wishes: &[(u32, u32)],
-) -> Result<Vec<GpuMatch>, (String, u32)> {
+) -> Result<Vec<GpuMatch>, String> {
     let view = request.target.visible(minors);
     let mut agreed: Option<Vec<(u32, u32)>> = None;
     for source in request.sources {
-        let mut picks = match plugin_choice::choose(source, &view, request.switches) {
-            PluginChoice::Picks(picks) => picks,
-            PluginChoice::Refuses(why) => return Err((format!("would refuse ({why})"), 1)),
-            PluginChoice::Crashes(why) => return Err((format!("would crash ({why})"), 1)),
-            PluginChoice::Loops(why) => return Err((format!("would never end ({why})"), LOOP)),
-        };
+        let mut picks = plugin_choice::choose(source, &view, request.switches)?;
         picks.sort_unstable();
         match &agreed {
             Some(other) if *other != picks => {
-                let what = "would map the processes of the container differently";
-                return Err((what.into(), 1));
+                return Err("would map the processes of the container differently".into());
             }
             _ => agreed = Some(picks),
         }
@@ -273,7 +257,7 @@ fn plugin_agrees(
         Some(GpuMatch { source, target })
     };
     let pairs: Option<Vec<GpuMatch>> = source.gpus().map(pair).collect();
-    let pairs = pairs.ok_or_else(|| ("would choose a GPU that is not there".to_owned(), 1))?;
+    let pairs = pairs.ok_or("would choose a GPU that is not there")?;
     let broken = wishes.iter().find(|wish| !picks.contains(wish));
     match broken {
         None => Ok(pairs),
@@ -282,8 +266,9 @@ fn plugin_agrees(
                 .iter()
                 .map(|p| format!("{} to {}", p.source, p.target));
             let picks = picks.collect::<Vec<_>>().join(", ");
-            let what = format!("would map {picks} (the wish {old:#06x}={new:#06x} is not kept)");
-            Err((what, 1))
+            Err(format!(
+                "would map {picks} (the wish {old:#06x}={new:#06x} is not kept)"
+            ))
         }
     }
 }

@@ -4,7 +4,7 @@
 //! - [`image`]: reads the plugin's images.
 //! - [`topology`]: reads CPUs, GPUs and links, of an image or of this host.
 //! - [`checks`]: compares what the plugin compares; its switches.
-//! - [`plugin_choice`]: predicts the plugin's own choice.
+//! - [`plugin_choice`]: predicts the plugin's own choice where it is straight.
 //! - [`choose`]: chooses the GPUs that the plugin sees.
 //! - [`pages`]: moves the GPU memory that the plugin saves into VRAM files, and back.
 //! - [`open_nodes`]: refuses processes whose open nodes the plugin could not restore.
@@ -21,7 +21,6 @@ pub mod open_nodes;
 pub mod pages;
 pub mod plugin_choice;
 mod reasons;
-mod ring;
 pub mod saved;
 pub mod topology;
 pub mod unpause;

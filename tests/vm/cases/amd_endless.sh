@@ -1,5 +1,5 @@
 # amd_endless.sh LOW: two machines on which the search of CRIU's plugin never ends (tests/amd/machines/endless-*.topology, found at
-# random). cryopod foresees it: it refuses the checkpoint before the freeze, and the restore of one that was made all the same, with
+# random). cryopod refuses the checkpoint before the freeze, and the restore of one that was made all the same, with
 # the reason. That the search does not end is tests/amd/predict's to show.
 # long
 # runtimes: crun

@@ -2,7 +2,6 @@
 
 use super::super::checks::{KfdSwitches, Switch};
 use super::super::choose::{ChoiceRequest, KfdChoice, KfdRefused, choose};
-use super::super::plugin_choice;
 use super::*;
 use cryopod_gpu_plan::checks::compat::{Verdict, refusals};
 use cryopod_gpu_plan::mapping::wish::Wish;
@@ -310,9 +309,8 @@ fn a_wish_that_the_plugin_would_not_keep_is_refused() {
     );
 }
 
-/// The plugin chooses the same when it sees only the visible GPUs.
 #[test]
-fn the_plugin_chooses_it_too() {
+fn a_choice_gives_each_gpu_one_and_a_refusal_its_reasons() {
     let (mut chosen, mut refused) = (0, 0);
     for seed in 0..600 {
         let mut dice = Dice(seed);
@@ -323,17 +321,6 @@ fn the_plugin_chooses_it_too() {
         match auto(&source, &here) {
             Ok(choice) => {
                 chosen += 1;
-                let view = here.visible(&choice.visible);
-                let pairs: Vec<(u32, u32)> = choice
-                    .pairs
-                    .iter()
-                    .map(|p| (p.source.gpu_id, p.target.gpu_id))
-                    .collect();
-                assert_eq!(
-                    plugin_choice::choose(&source, &view, &KfdSwitches::default()),
-                    plugin_choice::PluginChoice::Picks(pairs),
-                    "seed {seed}"
-                );
                 let targets: BTreeSet<u32> = choice.pairs.iter().map(|p| p.target.id).collect();
                 assert_eq!(targets.len(), source.gpus().count(), "seed {seed}");
             }
@@ -343,6 +330,5 @@ fn the_plugin_chooses_it_too() {
             }
         }
     }
-    println!("{chosen} chosen, {refused} refused");
     assert!(chosen > 50 && refused > 50, "{chosen} {refused}");
 }

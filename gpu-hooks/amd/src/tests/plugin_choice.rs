@@ -1,23 +1,17 @@
 //! Tests the prediction against what the plugin's own code did with these inputs (CRIU 4.2).
 
 use super::super::checks::{KfdSwitches, Switch};
-use super::super::plugin_choice::{PluginChoice, choose};
+use super::super::plugin_choice::choose;
 use super::super::topology::Unreadable;
 use super::machines::described;
 use super::*;
 
 fn picks(source: &Topology, target: &Topology) -> Vec<(u32, u32)> {
-    match choose(source, target, &KfdSwitches::default()) {
-        PluginChoice::Picks(pairs) => pairs,
-        other => panic!("{other:?}"),
-    }
+    choose(source, target, &KfdSwitches::default()).unwrap()
 }
 
 fn refuses(source: &Topology, target: &Topology) -> String {
-    match choose(source, target, &KfdSwitches::default()) {
-        PluginChoice::Refuses(why) => why,
-        other => panic!("{other:?}"),
-    }
+    choose(source, target, &KfdSwitches::default()).unwrap_err()
 }
 
 #[test]
@@ -74,12 +68,12 @@ fn counts_must_agree() {
     let a = server(1, 2, 0, 0xa000);
     assert_eq!(
         refuses(&a, &server(1, 3, 0, 0xb000)),
-        "it wants to see 2 GPUs and sees 3"
+        "would refuse (it wants to see 2 GPUs and sees 3)"
     );
     let hive = server(1, 2, 2, 0xa000);
     assert_eq!(
         refuses(&hive, &server(1, 2, 0, 0xb000)),
-        "the checkpoint has 1 hives and it sees 0"
+        "would refuse (the checkpoint has 1 hives and it sees 0)"
     );
     // A node that it cannot read stops it; one that the kernel hides does not.
     let mut here = server(1, 2, 0, 0xb000);
@@ -95,18 +89,31 @@ fn counts_must_agree() {
     // A recorded link to nowhere.
     let mut torn = a.clone();
     torn.nodes[1].links[0].to = 99;
-    let choice = choose(&torn, &server(1, 2, 0, 0xb000), &KfdSwitches::default());
-    assert!(matches!(choice, PluginChoice::Crashes(_)), "{choice:?}");
+    let why = refuses(&torn, &server(1, 2, 0, 0xb000));
+    assert_eq!(why, "would crash (a link leads nowhere)");
+    // 28 GPUs of one list are more than its buffer holds.
+    let full = server(1, 28, 28, 0xa000);
+    assert!(refuses(&full, &full).contains("28 GPUs of one list"));
 }
 
 /// What the case amd_endless of the virtual machine shows of the plugin itself.
 #[test]
-fn a_search_that_never_ends_is_foreseen() {
+fn a_search_that_never_ends_is_refused() {
     let (a, b) = (described("endless-a"), described("endless-b"));
-    let choice = choose(&a, &b, &KfdSwitches::default());
-    assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
-    let choice = choose(&a, &a, &KfdSwitches::default());
-    assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
+    for target in [&a, &b] {
+        let why = refuses(&a, target);
+        assert!(why.contains("would never end"), "{why}");
+    }
+}
+
+/// The first GPU of the checkpoint fits both, the second only the one that the first was given.
+#[test]
+fn a_pair_that_would_be_taken_back_is_refused() {
+    let (mut a, mut b) = (server(1, 2, 0, 0xa000), server(1, 2, 0, 0xb000));
+    a.nodes[1].properties.fw_version += 1;
+    b.nodes[2].properties.fw_version += 1;
+    let why = refuses(&a, &b);
+    assert!(why.contains("would have to take a GPU back"), "{why}");
 }
 
 #[test]
@@ -123,5 +130,5 @@ fn numa_follows_its_switch() {
     );
     refuses(&a, &b);
     let off = KfdSwitches::default().with(Switch::Numa, false);
-    assert!(matches!(choose(&a, &b, &off), PluginChoice::Picks(_)));
+    choose(&a, &b, &off).unwrap();
 }
