@@ -54,6 +54,45 @@ fn beside_v1_no_controller_is_left_to_v2() {
         .ok();
 }
 
+/// A scenario that changes something of the host fails.
+#[test]
+fn a_change_of_the_host_is_told() {
+    let common = [
+        (
+            "echo 78 > /proc/sys/net/ipv4/ip_default_ttl",
+            "ip_default_ttl",
+        ),
+        ("echo 1 > /proc/sys/kernel/sem", "/proc/sys/kernel/sem"),
+        ("hostname other", "/proc/sys/kernel/hostname"),
+        ("umount /dev/mqueue", "/dev/mqueue"),
+        ("mount -o remount,bind,ro /dev/shm", "/dev/shm ro"),
+    ];
+    // The processes leave a cgroup, and it is removed.
+    let removed = "cd /sys/fs/cgroup && mkdir x && for p in $(cat init/cgroup.procs); do
+         echo $p > x/cgroup.procs || true; done; rmdir init";
+    let limited = "echo 1000 > /sys/fs/cgroup/pids/pids.max";
+    for (cgroup, change) in [
+        (Cgroup::V1, (limited, "/pids/pids.max")),
+        (Cgroup::V2, (removed, "cgroup /sys/fs/cgroup/init")),
+    ] {
+        let Some(bed) = Bed::new(cgroup) else {
+            continue;
+        };
+        bed.sh("true").ok();
+        let changes = common.into_iter().chain([change]);
+        let (scripts, wanted): (Vec<_>, Vec<_>) = changes.unzip();
+        let output = bed.sh(&scripts.join("\n"));
+        assert_eq!(output.status.code(), Some(1), "{}", output.stderr);
+        let told = |want: &&str| {
+            let mut lines = output.stderr.lines();
+            lines.any(|l| l.contains("the host differs") && l.contains(*want))
+        };
+        for want in wanted {
+            assert!(told(&want), "{want}: {}", output.stderr);
+        }
+    }
+}
+
 #[test]
 fn a_finished_run_leaves_nothing() {
     for cgroup in [Cgroup::V1, Cgroup::V2] {

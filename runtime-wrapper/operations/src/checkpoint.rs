@@ -17,9 +17,10 @@ mod prepare;
 mod refused_before;
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cryopod_archive::format::names;
+use cryopod_cuda::procfs;
 use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
@@ -45,11 +46,16 @@ use crate::run::child;
 use crate::run::failure::{self, LogMarks};
 use crate::run::log;
 use crate::run::runtime_log::HeldErrors;
+use crate::run::stuck_freeze;
 use crate::security::privileges;
 
 /// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze (under
 /// load every program that a shell starts is such a moment), and the freezer of cgroup v1 does at times.
 const FREEZES: u32 = 3;
+/// How often a container is paused anew because one of its processes is inside vfork.
+const PAUSES: u32 = 20;
+/// Time for a process to come out of vfork.
+const OUT_OF_VFORK: Duration = Duration::from_millis(20);
 /// CRIU's error when it could not stop a container's processes in 10 seconds.
 const NOT_STOPPED: &str = "Timeout reached. Try to interrupt";
 
@@ -133,6 +139,9 @@ fn with_metadata(
     let _cleaning = planned.stored.then(|| Cleaning::start(request.config()));
     let mut tries = FREEZES;
     loop {
+        if !planned.locked.is_empty() {
+            pause_outside_vfork(request, state);
+        }
         let mut prepared = prepare::prepare(request, state, &planned)?;
         let mut dumped = dump::dump(&mut prepared, signals, started)?;
         tries -= 1;
@@ -170,13 +179,14 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
             return Err(PlanError::Refused(beyond).into());
         }
     }
-    // A running container cannot be asked for its files; an engine that carries none has paused it.
-    if state.paused && carries_files(request, state, false) {
-        capture_files(request, state)?;
-    }
     prepare::work_directory(request);
     let (low, args) = (&request.ctx.low, &request.ctx.args);
     for tries in (0..FREEZES).rev() {
+        pause_outside_vfork(request, state);
+        // A running container cannot be asked for its files; an engine that carries none has paused it.
+        if state.paused && carries_files(request, state, false) {
+            capture_files(request, state)?;
+        }
         let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
         let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
         let ended = child::attend(low, args, stderr)?;
@@ -198,6 +208,22 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
         return Ok(child::exit_code(ended.code));
     }
     Ok(ExitCode::FAILURE)
+}
+
+/// Pauses a container anew if its engine has paused it while one of its processes was inside vfork(2). CRIU stops the
+/// child before it lets the container run, and waits for the parent in vain, however often it tries. BusyBox's shell from
+/// 1.38 on is inside vfork for each program that it starts.
+fn pause_outside_vfork(request: &Request<'_>, state: &ContainerState) {
+    for _ in 0..PAUSES {
+        let tree = live::tree(&request.host, state.init).into_iter();
+        let mut threads = tree.flat_map(procfs::threads);
+        if !state.paused || !threads.any(stuck_freeze::inside_vfork) {
+            return;
+        }
+        let thawed = Thawed::of(request, state);
+        std::thread::sleep(OUT_OF_VFORK);
+        drop(thawed);
+    }
 }
 
 /// What to tell of a failed checkpoint.
@@ -246,7 +272,7 @@ struct Thawed<'a> {
 impl<'a> Thawed<'a> {
     fn of(request: &'a Request<'a>, state: &'a ContainerState) -> Option<Self> {
         state.paused.then(|| {
-            tracing::info!("{}: paused; resumed for the GPU driver", request.id());
+            tracing::info!("{}: paused, and resumed for a moment", request.id());
             if let Err(e) = pause::mark_thawed(&state::directory(request.ctx, request.inv)) {
                 tracing::debug!("{}: no mark that it is thawed: {e}", request.id());
             }

@@ -37,3 +37,25 @@ pod container checkpoint c2 > /dev/null
 pod container restore c2 > /dev/null
 zombies > /dev/null
 pod container checkpoint c2 > /dev/null
+# Its engine has paused it inside vfork(2): CRIU waited for that process in vain, at every try (`criu failed: type NOTIFY errno 0`).
+mkdir /srv/vfork
+cat > /srv/vfork/v.py << 'PY'
+import itertools, os, time
+for i in itertools.count():
+    print(i, flush=True)
+    time.sleep(0.1)
+    if i == 3:  # posix_spawn(3) is a vfork; the child waits until somebody writes
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 5, "/out/fifo", os.O_RDONLY, 0)])
+PY
+mkfifo /srv/vfork/fifo
+pod run -d --name c3 --network none -v /srv/vfork:/out -v /usr/bin:/usr/bin:ro -v /usr/lib:/usr/lib:ro \
+    -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro localhost/busybox /usr/bin/python3 /out/v.py > /dev/null
+init=$(pod inspect -f '{{.State.Pid}}' c3) id=$(pod inspect -f '{{.Id}}' c3)
+opens() { local child && child=$(pgrep -P "$init") && grep -q '^257 ' "/proc/$child/syscall"; } # openat(2)
+wait_for opens
+cryopod-runtime pause "$id"
+timeout 60 sh -c ': > /srv/vfork/fifo' & # goes through when the child runs again
+cryopod-runtime checkpoint --leave-running --image-path /tmp/i3 "$id"
+[ "$(cryopod-runtime state "$id" | jq -r .status)" = paused ]
+cryopod-runtime resume "$id"
+wait_for counted c3 6

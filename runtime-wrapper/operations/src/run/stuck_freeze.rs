@@ -139,10 +139,16 @@ fn asleep(criu: i32) -> Option<Unstoppable> {
     let (call, [argument, _]) = procfs::system_call(criu)?;
     let pid = i32::try_from(argument).ok()?;
     let waits = call == libc::SYS_wait4 && procfs::stat(pid)?.state == 'D';
+    waits.then_some(Unstoppable {
+        pid,
+        inside_vfork: inside_vfork(pid),
+    })
+}
+
+/// Returns true for a thread that makes a process and waits for it: inside vfork(2), or a clone like it.
+pub fn inside_vfork(thread: i32) -> bool {
     let makes_processes = [libc::SYS_clone, libc::SYS_clone3];
     #[cfg(target_arch = "x86_64")]
     let makes_processes = [makes_processes[0], makes_processes[1], libc::SYS_vfork];
-    let inside_vfork =
-        procfs::system_call(pid).is_some_and(|(call, _)| makes_processes.contains(&call));
-    waits.then_some(Unstoppable { pid, inside_vfork })
+    procfs::system_call(thread).is_some_and(|(call, _)| makes_processes.contains(&call))
 }
