@@ -3,7 +3,7 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
 
 engines=/var/lib/containers/engines # on the file system that podman has, too
-containerd_pid='' dockerd_pid=''
+containerd_pid='' dockerd_pid='' ending=()
 
 # engines_up: containerd and dockerd, with cryopod's shim in place of containerd's, as `cryopod setup docker` makes it.
 engines_up() {
@@ -171,7 +171,7 @@ engine_trip() { # ENGINE SIZE STORE LABEL: STORE on, off, or the default
     gpu_args 1
     engine_args
     job_command "$2" 0
-    engine_run "$engine" job -- "${job[@]}" || return
+    engine_run "$engine" job "${ending[@]}" -- "${job[@]}" || return
     wait_for engine_more job 3 || { tail -n 5 "$engines/out/job" && return 1; }
     from=$(now)
     engine_checkpoint "$engine" job || return
@@ -187,6 +187,23 @@ engine_trip() { # ENGINE SIZE STORE LABEL: STORE on, off, or the default
         --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: "runc", size: $size, store_entries: $entries,
             checkpoint: {export_s: $save}, restore: {import_s: $load}, longest_pause_s: $gap}')"
     say "$label: checkpoint $save s, restore $load s, $entries entries in the store"
+}
+
+engine_left_running() { # SIZE LABEL: podman's checkpoint of a container that goes on, as it does under ctr and the CRI
+    local label=$2 from save
+    low_level runc
+    gpu_args 1
+    engine_args
+    job_command "$1" 0
+    engine_run podman job -- "${job[@]}" || return
+    wait_for engine_more job 3 || return
+    from=$(now)
+    pod container checkpoint --leave-running job > "/logs/$label.checkpoint" 2>&1 || { cat "/logs/$label.checkpoint" && return 1; }
+    save=$(since "$from")
+    engine_verdict job "$(engine_lines job)" || return
+    result "$(jq -n --arg case "$label" --arg size "$1 $unit" --argjson save "$save" --argjson gap "$(gap "/logs/$label.out")" \
+        '{case: $case, ok: true, runtime: "runc", size: $size, checkpoint: {export_s: $save}, longest_pause_s: $gap}')"
+    say "$label: checkpoint $save s"
 }
 
 engine_copies() { # ENGINE SIZE LABEL: containers that begin at a checkpoint, from the host's cache
@@ -293,12 +310,18 @@ engine_part() {
     engines_up || { failed=$((failed + 1)) && return; }
     for size in $sizes; do
         engine_case "podman-$size-in-place" engine_trip podman "$size" default
+        [ "$1" = docker ] || engine_case "podman-$size-left-running" engine_left_running "$size"
         if [ "$1" = cri ]; then
             engine_case "cri-$size" cri_trip "$size" off
             engine_case "cri-$size-store" cri_trip "$size" on
             continue
         fi
         engine_case "$1-$size" engine_trip "$1" "$size" default
+        if [ "$1" = ctr ]; then # podman's and docker's containers end with their checkpoint
+            ending=(--annotation dev.cryopod.checkpoint.exit=on)
+            engine_case "ctr-$size-ends" engine_trip ctr "$size" default
+            ending=()
+        fi
         engine_case "$1-$size-again" engine_trip "$1" "$size" default
         engine_case "podman-$size-in-place-again" engine_trip podman "$size" default
     done

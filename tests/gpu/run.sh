@@ -237,7 +237,7 @@ mkdir sys/fs/cgroup/init
 echo 0 > sys/fs/cgroup/init/cgroup.procs
 # A cgroup with processes cannot hand its controllers on, so this shell went first.
 for controller in $(cat sys/fs/cgroup/cgroup.controllers); do echo "+$controller" > sys/fs/cgroup/cgroup.subtree_control || true; done
-usr/bin/busybox pivot_root . old # the machine may have no pivot_root
+usr/bin/busybox pivot_root . old # newer util-linux has none
 cd /
 umount -l /old
 exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

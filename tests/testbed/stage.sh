@@ -154,7 +154,7 @@ make_mounts() {
     done <<< "$TESTBED_BINDS"
 
     hostname testbed
-    pivot_root . old
+    usr/bin/busybox pivot_root . old # newer util-linux has none
     umount -l old
     rmdir old
     mount --make-rshared / # as systemd does: what a runtime unmounts in a bind mount goes on the host, too

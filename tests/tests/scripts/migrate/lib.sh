@@ -12,7 +12,7 @@ far_host() { # SHARED SCRIPT: runs the script there, with our directory SHARED a
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         sed 's/\([a-z_]*\)/+\1/g' /sys/fs/cgroup/cgroup.controllers > /sys/fs/cgroup/cgroup.subtree_control || true
     fi
-    CRYOPOD_CACHE=/tmp/far CRYOPOD_BIN_DIR=/opt/build /src/tests/testbed/testbed enter --cgroup "$TESTBED_CGROUP" \
+    SUITE=$TESTBED_SUITE CRYOPOD_CACHE=/tmp/far CRYOPOD_BIN_DIR=/opt/build /src/tests/testbed/testbed enter --cgroup "$TESTBED_CGROUP" \
         --bind /tmp/far/key:/key --bind "$1:/out" -- bash -eu -c "
             . /src/tests/testbed/lib.sh
             . /src/tests/tests/scripts/archive/lib.sh

@@ -198,6 +198,17 @@ if due; then
     fresh
 fi
 if due; then
+    fault '/started &&' 'real "$@"; ip link set near down; exit 255'
+    if migrates; then check 'the network is down after the start: fails' false; fi
+    check 'the network is down after the start: the message' says /tmp/said 'Error: job stays stopped here, as ssh://.* does not say whether it runs there'
+    if here; then check 'the network is down after the start: it is stopped here' false; fi
+    ip link set near up
+    check 'the network is down after the start: it runs there' yonder
+    check 'the network is down after the start: it goes on' goes_on job
+    check 'the network is down after the start: each number once' follows
+    fresh
+fi
+if due; then
     fault '/started &&' 'ip link set near down; exit 255'
     if migrates; then check 'the network is down: fails' false; fi
     check 'the network is down: the message' says /tmp/said 'Error: job stays stopped here, as ssh://.* does not say whether it runs there.*if not: .*job'
