@@ -73,10 +73,11 @@ starts() { # ENGINE NAME [SOURCE]
             ${source:+--env "CRYOPOD_RESTORE=$source"} $image "$name" "${program[@]}" ;;
         cri)
             # podman's checkpoints by the pod's annotation, the others by the container's variable.
-            local variable=$source config=$sandbox
+            local variable=$source config
+            config=$(jq -nc --argjson of "$sandbox" --arg name "$name" '$of + [[2, $name]]')
             case $source in *podman*)
                 variable=''
-                config=$(jq -nc --argjson of "$sandbox" --arg from "$source" '$of + [[7, [[1, "dev.cryopod.restore"], [2, $from]]]]')
+                config=$(jq -nc --argjson of "$config" --arg from "$source" '$of + [[7, [[1, "dev.cryopod.restore"], [2, $from]]]]')
                 ;;
             esac
             pod=$(cri RunPodSandbox "[[1,$config],[2,\"stock\"]]")
@@ -137,7 +138,11 @@ own() { # ENGINE: of the copy
     case $1 in podman | cri) ttl=77 ;; esac
     inside "$1" copy "set -e; test \$(tail -n 1 /own) -ge 8; echo x > /dev/shm/x; test \$(cat /proc/sys/net/ipv4/ip_default_ttl) = $ttl; cat /volume/file; if (echo > /volume/file) 2> /dev/null; then exit 1; fi; if [ $ttl = 64 ]; then ping -c 1 -W 5 127.0.0.1; fi" > /tmp/said 2>&1 || return 1
     grep -q data /tmp/said || return 1
-    case $1 in podman | docker) test "$(inside "$1" copy 'cat /etc/hostname; hostname')" = $'copy\ncopy' ;; esac
+    # The CRI gives the pod's namespace by its path, with the pod's name in it.
+    case $1 in
+        podman | docker) test "$(inside "$1" copy 'cat /etc/hostname; hostname')" = $'copy\ncopy' ;;
+        cri) inside cri copy hostname > /tmp/said 2>&1; grep -q copy /tmp/said ;;
+    esac
 }
 for a in podman docker ctr "${with_cri[@]}"; do
     check "$a: starts" starts "$a" first

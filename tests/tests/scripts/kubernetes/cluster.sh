@@ -106,6 +106,25 @@ for i in 1 2 3; do
 done
 kubectl cryopod warm server --undo > /dev/null
 check 'and begins anew' sh -c 'kubectl get deployment server -o json | jq -e ".spec.template | .spec.runtimeClassName == null and .metadata.annotations == {}"'
+
+# examples/kubernetes: checkpoint.sh, what it says to do with the archive, and deployment.yaml with this image, checkpoint and
+# command. With a container beside it the annotation names the one.
+sed -n 's/^#   \(cryopod pack .*\)/\1/p' /src/examples/kubernetes/checkpoint.sh > /tmp/push.sh
+archive=$(bash /src/examples/kubernetes/checkpoint.sh node1 default counter counter | jq -r '.items[0]')
+sed -i "s,ARCHIVE,$archive,; s,registry.example/team/server:checkpoint,localhost:5000/team/server:checkpoint --tls-verify=false," /tmp/push.sh
+check 'what checkpoint.sh says of the archive' bash -xeuo pipefail /tmp/push.sh > /tmp/pushed
+server=$(sed -n 's/^\(sha256:.*\)/\1/p' /tmp/pushed)
+kubectl delete deployment server > /dev/null
+sed "s,registry.example/team/server@sha256:0*,localhost:5000/team/server@$server,; s,image: .*,image: docker.io/library/busybox," /src/examples/kubernetes/deployment.yaml |
+    kubectl create -f - > /dev/null
+kubectl get deployment server -o json | jq '.spec.template | .metadata.name = "example" | {apiVersion: "v1", kind: "Pod", metadata, spec}
+    | .metadata.annotations |= with_entries(.key += ".server") | del(.spec.containers[0].resources) | .spec.containers[0].command = ["true"]
+    | .spec.containers += [{name: "side", image: "docker.io/library/busybox", command: ["sh", "-c", "while :; do hostname; sleep 0.1; done"]}]' | kubectl create -f - > /dev/null
+wait_for printed_more example 1
+check 'deployment.yaml begins at the checkpoint' test "$(kubectl logs example | sed -n 1p)" -ge 10
+check 'the container beside it runs, and has its host name' test "$(kubectl logs example -c side | sort -u)" = "$(hostname)"
+kubectl delete pod example > /dev/null
+
 if kubectl cryopod checkpoint nobody --to docker://localhost:5000/team/x:1 > /tmp/said 2>&1; then exit 1; fi
 check 'no such pod: says so' says /tmp/said 'nobody'
 if kubectl cryopod checkpoint counter --to docker://localhost:5001/team/x:1 > /tmp/said 2>&1; then exit 1; fi
