@@ -4,11 +4,10 @@
 //! are only added. Fields that this version does not know survive a read and a write (`extra`). A newer major is
 //! refused with [`MetadataError::TooNew`], because its meaning is unknown. docs/formats.md describes every field.
 
-use std::fs::OpenOptions;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::open_regular;
 use cryopod_host::nodes::{DeviceNode, Vendor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -250,25 +249,17 @@ impl Metadata {
             path: path.clone(),
             source,
         };
-        let mut file = match OpenOptions::new()
-            .read(true)
-            .custom_flags(O_NOFOLLOW | O_NONBLOCK)
-            .open(&path)
-        {
+        let file = match open_regular(&path) {
             Ok(f) => f,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
+                let reason = e.to_string();
+                return Err(MetadataError::Invalid { path, reason });
+            }
             Err(e) => return Err(read(e)),
         };
-        let meta = file.metadata().map_err(read)?;
-        if !meta.is_file() {
-            return Err(MetadataError::Invalid {
-                path,
-                reason: "not a regular file".into(),
-            });
-        }
         let mut text = Vec::new();
-        (&mut file)
-            .take(MAX_METADATA_BYTES + 1)
+        file.take(MAX_METADATA_BYTES + 1)
             .read_to_end(&mut text)
             .map_err(read)?;
         if text.len() as u64 > MAX_METADATA_BYTES {
@@ -306,9 +297,6 @@ impl Metadata {
         serde_json::from_value(value).map_err(|e| invalid(e.to_string()))
     }
 }
-
-const O_NOFOLLOW: i32 = 0o400_000;
-const O_NONBLOCK: i32 = 0o4_000;
 
 #[cfg(test)]
 mod tests;

@@ -21,6 +21,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::open_regular;
 use serde::{Deserialize, Serialize};
 
 use crate::format::names;
@@ -139,24 +140,12 @@ impl Reference {
     /// unusable.
     pub fn open(images: &Path) -> Result<Option<Self>, StoreError> {
         use std::io::Read;
-        use std::os::unix::fs::OpenOptionsExt;
         let path = images.join(names::STORE_REFERENCE);
-        let opened = std::fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
-            .open(&path);
-        let file = match opened {
+        let file = match open_regular(&path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(StoreError::io(&path, "open it")(e)),
         };
-        let meta = file
-            .metadata()
-            .map_err(StoreError::io(&path, "read its type"))?;
-        if !meta.is_file() {
-            let reason = "not a regular file".into();
-            return Err(StoreError::Reference { path, reason });
-        }
         let mut text = Vec::new();
         file.take(MAX_BYTES + 1)
             .read_to_end(&mut text)

@@ -9,12 +9,12 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2, readlinkat};
+use nix::fcntl::{OFlag, readlinkat};
 
-use crate::files::Host;
+use crate::files::{Host, open_in_root};
 use crate::spec::Spec;
 
 /// Links that are followed in one path, as many as the kernel follows.
@@ -136,10 +136,7 @@ fn parts(path: &Path) -> VecDeque<OsString> {
 /// Opens the entry itself, be it a link. The directories above it are resolved already; were one swapped for a link
 /// meanwhile, it would still not lead out of the root.
 fn entry(root: &File, path: &Path) -> Option<OwnedFd> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    openat2(root.as_fd(), path.strip_prefix("/").ok()?, how).ok()
+    open_in_root(root, path, OFlag::O_PATH | OFlag::O_NOFOLLOW).ok()
 }
 
 #[cfg(test)]

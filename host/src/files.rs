@@ -2,8 +2,12 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
 /// Largest text file that is read whole, in bytes.
 const MAX_TEXT: u64 = 16 << 20;
@@ -89,6 +93,47 @@ impl Host {
 
 pub fn split_rdev(rdev: u64) -> (u64, u64) {
     (libc::major(rdev).into(), libc::minor(rdev).into())
+}
+
+/// Opens a regular file to read, whatever a stranger may have put there: follows no link, and waits at no FIFO.
+pub fn open_regular(path: &Path) -> io::Result<fs::File> {
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a regular file",
+        )),
+    }
+}
+
+/// Opens a path below a directory, which no link can lead out of: it is the root for absolute links.
+pub fn open_in_root(root: impl AsFd, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
+    let resolve = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS;
+    resolved(root, path, flags, resolve)
+}
+
+/// Opens a path below a directory as [`open_in_root`] does, but fails with `ELOOP` where it leads through a link.
+pub fn open_without_links(root: impl AsFd, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
+    let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
+    resolved(root, path, flags, resolve)
+}
+
+fn resolved(
+    root: impl AsFd,
+    path: &Path,
+    flags: OFlag,
+    resolve: ResolveFlag,
+) -> Result<OwnedFd, Errno> {
+    let below = path.strip_prefix("/").unwrap_or(path);
+    let path = Path::new(".").join(below); // an empty path is none
+    let how = OpenHow::new()
+        .flags(flags | OFlag::O_CLOEXEC)
+        .resolve(resolve);
+    openat2(root, &path, how)
 }
 
 pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {

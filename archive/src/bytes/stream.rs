@@ -1,12 +1,13 @@
 //! Reads byte streams: a section of a file, and decompression with bounds.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cryopod_host::files;
 use sha2::{Digest as _, Sha256};
 
 use crate::error::{Bad, Error};
@@ -46,22 +47,13 @@ impl<S: Stream + ?Sized> Stream for Box<S> {
 
 /// Opens a regular file without following a link and without blocking on a fifo.
 pub(crate) fn open_regular(path: &Path) -> Result<File, Error> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
-        .open(path)
-        .map_err(Error::io(path, "open it"))?;
-    if !file
-        .metadata()
-        .map_err(Error::io(path, "read its type"))?
-        .is_file()
-    {
-        return Err(Error::NotACheckpoint {
+    files::open_regular(path).map_err(|e| match e.kind() {
+        io::ErrorKind::InvalidInput => Error::NotACheckpoint {
             path: path.into(),
-            reason: "not a regular file".into(),
-        });
-    }
-    Ok(file)
+            reason: e.to_string(),
+        },
+        _ => Error::from_io(path, "open it", e),
+    })
 }
 
 /// A section of a file. Clones read independently of each other.

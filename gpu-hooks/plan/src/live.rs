@@ -6,15 +6,15 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use cryopod_archive::metadata::GpuProcess;
 use cryopod_host::nodes::{DeviceNode, NodeSource, Vendor};
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::OFlag;
 
-use cryopod_host::files::{Host, split_rdev};
+use cryopod_host::files::{Host, open_in_root, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 
@@ -38,10 +38,8 @@ pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
         return found;
     };
     for directory in DIRECTORIES {
-        let how = OpenHow::new()
-            .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        let Ok(dir) = openat2(root.as_fd(), directory, how) else {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
+        let Ok(dir) = open_in_root(&root, Path::new(directory), flags) else {
             continue;
         };
         let Ok(entries) = fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd())) else {

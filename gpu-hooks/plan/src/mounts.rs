@@ -8,19 +8,19 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::container::surroundings::{ForeignMount, MountFacts, MountKind};
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
 
 use crate::ceiling::{AskedNode, Ceiling};
 use crate::gpus::own_nodes;
 use crate::refusal::Refusal;
 use cryopod_host::destinations::{Destinations, clean};
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, open_without_links};
 use cryopod_host::mountinfo::{self, Mount, below, declarable};
 use cryopod_host::spec::Spec;
 
@@ -423,15 +423,11 @@ impl Provider<'_> {
 
 /// Opens `rest` below a directory, through no link. The caller vouches for the directory itself.
 fn open_beneath(directory: &Path, rest: &Path) -> io::Result<OwnedFd> {
-    let directory = fs::File::open(directory)?;
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
-        .resolve(
-            ResolveFlag::RESOLVE_BENEATH
-                | ResolveFlag::RESOLVE_NO_SYMLINKS
-                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
-        );
-    Ok(openat2(directory.as_fd(), rest, how)?)
+    Ok(open_without_links(
+        fs::File::open(directory)?,
+        rest,
+        OFlag::O_PATH,
+    )?)
 }
 
 /// A driver's version within a word: numbers with dots, the first of three digits: `560.35.03`.

@@ -119,8 +119,7 @@ pub fn edit(
     }
     let path = bundle.join("config.json");
     let unwritten = |path: &Path| format!("{}: cannot be written", path.display());
-    let before =
-        fs::read(&path).map_err(Error::io(format!("{}: cannot be read", path.display())))?;
+    let before = fs::read(&path).map_err(Error::at(&path, "cannot be read"))?;
     let text = |json: &Value| {
         serde_json::to_vec(json).map_err(|e| Error::Failed(format!("{}: {e}", unwritten(&path))))
     };

@@ -257,11 +257,9 @@ fn for_one(spec: &Spec) -> Option<&str> {
 /// Rewrites the command line of `create` or `run` as that of a restore.
 fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
     let bundle = inv.bundle();
-    let bundle = std::path::absolute(&bundle)
-        .map_err(Error::io(format!("{}: cannot be found", bundle.display())))?;
+    let bundle = std::path::absolute(&bundle).map_err(Error::at(&bundle, "cannot be found"))?;
     let logs = bundle.join(LOGS);
-    std::fs::create_dir_all(&logs)
-        .map_err(Error::io(format!("{}: cannot be made", logs.display())))?;
+    std::fs::create_dir_all(&logs).map_err(Error::at(&logs, "cannot be made"))?;
     let mut line: Vec<OsString> = ctx.args.iter().take(inv.verb_at).cloned().collect();
     line.push("restore".into());
     let mut flag =

@@ -1,7 +1,7 @@
 //! Errors that end an operation.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why no low-level runtime was found.
 #[derive(Debug, thiserror::Error)]
@@ -83,5 +83,10 @@ impl Error {
     pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }
+    }
+
+    /// Returns what makes an [`Error::Io`] of an I/O error on a path.
+    pub fn at(path: &Path, what: &str) -> impl FnOnce(std::io::Error) -> Self + use<> {
+        Self::io(format!("{}: {what}", path.display()))
     }
 }

@@ -40,10 +40,10 @@ const REWRITE_LIMIT: Duration = Duration::from_secs(60);
 /// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`. CRIU would
 /// read any file of the host through a link in place of memory, and rewrite it as the container's.
 pub fn no_links(images: &Path) -> Result<(), Error> {
-    let unread = || format!("{}: the image directory cannot be read", images.display());
-    let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
+    let entries =
+        fs::read_dir(images).map_err(Error::at(images, "the image directory cannot be read"))?;
     for entry in entries.take(MAX_ENTRIES) {
-        let entry = entry.map_err(Error::io(unread()))?;
+        let entry = entry.map_err(Error::at(images, "the image directory cannot be read"))?;
         let link = entry.file_type().is_ok_and(|t| t.is_symlink());
         let parent = entry.file_name() == names::PARENT_LINK;
         if link && !(parent && entry.path().is_dir()) {
@@ -94,10 +94,9 @@ pub fn overlay(
     if changed.is_empty() && links.is_empty() && is_unwritten {
         return Ok(None);
     }
-    let images = images.canonicalize().map_err(Error::io(format!(
-        "{}: the image directory cannot be read",
-        images.display()
-    )))?;
+    let images = images
+        .canonicalize()
+        .map_err(Error::at(images, "the image directory cannot be read"))?;
     let rewritten = match changed.is_empty() {
         true => Vec::new(),
         false => rewritten(written.decoded.mounts()?, remap, changed)?,
@@ -110,14 +109,10 @@ pub fn overlay(
     DirBuilder::new()
         .mode(0o711)
         .create(&directory)
-        .map_err(Error::io(format!(
-            "{}: cannot be made",
-            directory.display()
-        )))?;
-    let directory = directory.canonicalize().map_err(Error::io(format!(
-        "{}: cannot be read",
-        directory.display()
-    )))?;
+        .map_err(Error::at(&directory, "cannot be made"))?;
+    let directory = directory
+        .canonicalize()
+        .map_err(Error::at(&directory, "cannot be read"))?;
     for (file, nodes) in &rewritten {
         rewrite(op, &images.join(file), nodes, &directory.join(file))?;
     }
@@ -130,9 +125,9 @@ pub fn overlay(
     let checked = checked.filter(|(name, _)| !network.contains_key(name));
     for (name, content) in checked.chain(network.iter().map(|(n, c)| (*n, *c))) {
         let path = directory.join(name);
-        let what = format!("{}: cannot be written", path.display());
-        let mut file = File::create_new(&path).map_err(Error::io(what.clone()))?;
-        file.write_all(content).map_err(Error::io(what))?;
+        let mut file = File::create_new(&path).map_err(Error::at(&path, "cannot be written"))?;
+        file.write_all(content)
+            .map_err(Error::at(&path, "cannot be written"))?;
     }
     let shows = |name: &OsStr| encoded.is_none_or(|e| name.to_str().is_some_and(|n| e.shows(n)));
     link_rest(&images, &directory, &shows)?;
@@ -142,7 +137,7 @@ pub fn overlay(
     if let Some(unpacked) = links.unpacked {
         let unpacked = unpacked
             .canonicalize()
-            .map_err(Error::io(format!("{}: cannot be read", unpacked.display())))?;
+            .map_err(Error::at(unpacked, "cannot be read"))?;
         link_rest(&unpacked, &directory, &|_| true)?;
     }
     Ok(Some(directory))
@@ -178,15 +173,15 @@ fn rewrite(op: &Operation, from: &Path, nodes: &[devtar::TarNode], to: &Path) ->
 
 /// Links the files of a store's entry that the overlay does not have yet.
 fn link_stored(stored: &Found, directory: &Path) -> Result<(), Error> {
-    let entry = stored.entry.canonicalize().map_err(Error::io(format!(
-        "{}: the store's entry cannot be read",
-        stored.entry.display()
-    )))?;
+    let entry = stored
+        .entry
+        .canonicalize()
+        .map_err(Error::at(&stored.entry, "the store's entry cannot be read"))?;
     for file in &stored.reference.files {
         let link = directory.join(&file.name);
         if link.symlink_metadata().is_err() {
             symlink(relative(directory, &entry.join(&file.name)), &link)
-                .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
+                .map_err(Error::at(&link, "cannot be made"))?;
         }
     }
     Ok(())
@@ -262,8 +257,8 @@ fn changed(remap: &Remap) -> Vec<&NodeTarget> {
 
 /// Links the files that the overlay does not have yet and that CRIU may see.
 fn link_rest(images: &Path, directory: &Path, shows: &dyn Fn(&OsStr) -> bool) -> Result<(), Error> {
-    let unread = || format!("{}: the image directory cannot be read", images.display());
-    let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
+    let entries =
+        fs::read_dir(images).map_err(Error::at(images, "the image directory cannot be read"))?;
     for (i, entry) in entries.enumerate() {
         if i >= MAX_ENTRIES {
             return Err(Error::Failed(format!(
@@ -271,7 +266,7 @@ fn link_rest(images: &Path, directory: &Path, shows: &dyn Fn(&OsStr) -> bool) ->
                 images.display()
             )));
         }
-        let entry = entry.map_err(Error::io(unread()))?;
+        let entry = entry.map_err(Error::at(images, "the image directory cannot be read"))?;
         let link = directory.join(entry.file_name());
         if link.symlink_metadata().is_ok() || !shows(&entry.file_name()) {
             continue;
@@ -287,8 +282,7 @@ fn link_rest(images: &Path, directory: &Path, shows: &dyn Fn(&OsStr) -> bool) ->
             tracing::warn!("{}: leads nowhere", entry.path().display());
             continue;
         };
-        symlink(relative(directory, &target), &link)
-            .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
+        symlink(relative(directory, &target), &link).map_err(Error::at(&link, "cannot be made"))?;
     }
     Ok(())
 }

@@ -5,11 +5,11 @@
 //! key. So this module adds the key, only ever in the copy that containerd has unpacked for this one restore.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Write as _};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 use cryopod_archive::criu::network::{self, KEY};
+use cryopod_host::files::{open_regular, read_bounded_from};
 
 /// Largest image to read; these images are small.
 const MAX_BYTES: u64 = 16 << 20;
@@ -19,14 +19,10 @@ fn read(images: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
     if name.starts_with("netns-") {
         return Ok(None);
     }
-    let mut bytes = Vec::new();
-    fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(images.join(name))
-        .and_then(|f| f.take(MAX_BYTES).read_to_end(&mut bytes))
-        .map_err(|e| io::Error::new(e.kind(), format!("{name}: {e}")))?;
-    Ok(Some(bytes))
+    open_regular(&images.join(name))
+        .and_then(|file| read_bounded_from(file, MAX_BYTES))
+        .map(Some)
+        .map_err(|e| io::Error::new(e.kind(), format!("{name}: {e}")))
 }
 
 /// Marks the network namespace in the images as external. Returns `false`, and changes nothing, if they have none.

@@ -6,11 +6,11 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::{AtFlags, OFlag};
 use nix::sys::stat::fstatat;
 
 use crate::refusal::Refusal;
-use cryopod_host::files::{Host, split_rdev};
+use cryopod_host::files::{Host, open_without_links, split_rdev};
 use cryopod_host::mountinfo;
 use cryopod_host::processes::{Fd, Process, Scan};
 
@@ -149,12 +149,8 @@ fn covered(root: &File, fd: &Fd) -> bool {
     if fd.target.ends_with(" (deleted)") {
         return false;
     }
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_SYMLINKS);
-    let relative = fd.target.trim_start_matches('/');
-    let path = if relative.is_empty() { "." } else { relative };
-    match openat2(root.as_fd(), path, how) {
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW;
+    match open_without_links(root, Path::new(&fd.target), flags) {
         Ok(found) => fstatat(found.as_fd(), "", AtFlags::AT_EMPTY_PATH)
             .is_ok_and(|s| s.st_ino != file.inode || split_rdev(s.st_dev) != file.device),
         Err(e) => e == nix::errno::Errno::ENOENT,

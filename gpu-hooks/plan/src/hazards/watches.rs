@@ -15,10 +15,10 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::OFlag;
 
 use crate::refusal::Refusal;
-use cryopod_host::files::{Host, split_rdev};
+use cryopod_host::files::{Host, open_in_root, split_rdev};
 use cryopod_host::mountinfo::{self, Mount};
 use cryopod_host::processes::{Process, Scan};
 
@@ -329,10 +329,7 @@ fn is_overlayfs(mount: &Mount) -> bool {
 }
 
 fn inside(from: &impl AsFd, path: &Path, flags: OFlag) -> Option<OwnedFd> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_CLOEXEC | flags)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    openat2(from.as_fd(), path, how).ok()
+    open_in_root(from, path, OFlag::O_NONBLOCK | OFlag::O_NOCTTY | flags).ok()
 }
 
 impl Searched {

@@ -22,12 +22,11 @@ impl ImageDirectory {
         }
         let made = !path.exists();
         if made {
-            let what = format!("{}: the image directory cannot be made", path.display());
             fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
                 .create(path)
-                .map_err(Error::io(what))?;
+                .map_err(Error::at(path, "the image directory cannot be made"))?;
         }
         Ok(Self {
             path: path.to_owned(),

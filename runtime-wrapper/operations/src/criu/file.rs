@@ -1,6 +1,7 @@
 //! Reads CRIU's configuration files: only regular files up to a size limit. A file that a container's annotation names
 //! must belong to root and be writable by nobody else.
 
+use cryopod_host::files::open_regular;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -20,10 +21,7 @@ pub fn read(path: &Path) -> io::Result<String> {
 
 /// Reads a file that an annotation names: no link, owned by root, writable by nobody else.
 pub fn read_roots(path: &Path) -> io::Result<String> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
-        .open(path)?;
+    let file = open_regular(path)?;
     let meta = file.metadata()?;
     let own = nix::unistd::geteuid().as_raw();
     if meta.uid() != 0 && meta.uid() != own || meta.mode() & 0o022 != 0 {

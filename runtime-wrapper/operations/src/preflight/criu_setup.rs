@@ -276,5 +276,5 @@ fn read_report<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
 }
 
 fn write(path: &Path, text: &[u8]) -> Result<(), Error> {
-    std::fs::write(path, text).map_err(Error::io(format!("{}: cannot be written", path.display())))
+    std::fs::write(path, text).map_err(Error::at(path, "cannot be written"))
 }

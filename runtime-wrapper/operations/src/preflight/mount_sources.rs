@@ -121,7 +121,7 @@ fn is_reachable(path: &Path) -> bool {
 
 /// Bind-mounts a source in the operation's directory, where any user can reach it, without the mounts below it.
 fn shown(op: &Operation, source: &Path) -> Result<PathBuf, Error> {
-    let what = |e| Error::io(format!("{}: cannot be shown to CRIU", source.display()))(e);
+    let what = |e| Error::at(source, "cannot be shown to CRIU")(e);
     let kind = match source.is_dir() {
         true => MountKind::Directory,
         false => MountKind::File,

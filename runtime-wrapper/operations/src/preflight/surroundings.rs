@@ -6,7 +6,7 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::container::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
@@ -19,12 +19,12 @@ use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::cgroups;
 use cryopod_host::destinations::Destinations;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, open_in_root};
 use cryopod_host::mountinfo::declarable;
 use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
+use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
@@ -491,7 +491,7 @@ impl MountPoints {
         });
         let mut parts = parts.peekable();
         while let Some(name) = parts.next() {
-            let directory = in_root(root, &parent)?;
+            let directory = open_in_root(root, &parent, OFlag::O_PATH | OFlag::O_DIRECTORY)?;
             let is_directory = parts.peek().is_some() || kind == MountKind::Directory;
             let made = if is_directory {
                 mkdirat(&directory, name, Mode::from_bits_truncate(0o755))
@@ -525,20 +525,6 @@ impl Drop for MountPoints {
             }
         }
     }
-}
-
-fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
-    opened_in(root, path, OFlag::O_DIRECTORY)
-}
-
-/// Opens a path below `root`, which no link can lead out of, without access to its content.
-pub fn opened_in(root: &File, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
-    let below = path.strip_prefix("/").unwrap_or(path);
-    let path = Path::new(".").join(below); // an empty path is none
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
-        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    openat2(root.as_fd(), &path, how)
 }
 
 #[cfg(test)]

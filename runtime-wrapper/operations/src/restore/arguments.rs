@@ -24,10 +24,8 @@ pub(super) fn with_overlay(
     let Some(overlay) = overlay else {
         return Ok(adapt(kind, &ctx.args, request.inv));
     };
-    let original = std::path::absolute(&request.images).map_err(Error::io(format!(
-        "{}: cannot be found",
-        request.images.display()
-    )))?;
+    let original = std::path::absolute(&request.images)
+        .map_err(Error::at(&request.images, "cannot be found"))?;
     // Replaced first, while the indices of flags still match the original line.
     let args = images::with_image_path(&ctx.args, request.inv, overlay, &original);
     match argv::decode(kind, &args) {

@@ -13,8 +13,8 @@ use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag};
 use nix::unistd::linkat;
 
-use crate::preflight::surroundings::opened_in;
 use crate::request::Request;
+use cryopod_host::files::open_in_root;
 
 /// Start of the names that CRIU gives.
 const NAME: &str = "link_remap.";
@@ -63,7 +63,7 @@ fn open(request: &Request<'_>, path: &str) -> Option<LinkRemap> {
     let volume = volume.source.as_ref().filter(|_| volume.bind)?;
     let volume = File::open(request.bundle.join(volume)).ok()?;
     let parent = Path::new(".").join(rest.parent()?);
-    let directory = opened_in(&volume, &parent, OFlag::O_DIRECTORY).ok()?;
-    let file = opened_in(&volume, rest, OFlag::O_NOFOLLOW).ok()?;
+    let directory = open_in_root(&volume, &parent, OFlag::O_PATH | OFlag::O_DIRECTORY).ok()?;
+    let file = open_in_root(&volume, rest, OFlag::O_PATH | OFlag::O_NOFOLLOW).ok()?;
     Some((directory, name, file))
 }

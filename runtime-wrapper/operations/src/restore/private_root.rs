@@ -176,10 +176,9 @@ pub fn prepare(op: &Operation) -> Result<Vec<(&'static str, OsString)>, Error> {
         return Ok(Vec::new());
     };
     let bin = op.file(BIN);
-    let what = format!("{}: CRIU cannot be linked there", bin.display());
     fs::create_dir(&bin)
         .and_then(|()| symlink(format!("/proc/{}/exe", std::process::id()), bin.join(NAME)))
-        .map_err(Error::io(what))?;
+        .map_err(Error::at(&bin, "CRIU cannot be linked there"))?;
     let mut first = bin.into_os_string();
     first.push(":");
     first.push(&path);

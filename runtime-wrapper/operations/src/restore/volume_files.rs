@@ -19,10 +19,10 @@ use cryopod_host::destinations::Destinations;
 use nix::fcntl::OFlag;
 use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, fstatfs};
 
-use crate::preflight::surroundings::opened_in;
 use crate::request::Request;
 use crate::rootfs;
 use crate::security::image_check::opened::OpenedFile;
+use cryopod_host::files::open_in_root;
 
 /// File systems that may set a file's time when the process that wrote to it is gone.
 const FLUSHED_LATER: [FsType; 5] = [
@@ -124,7 +124,7 @@ fn found(mounts: &Destinations, bundle: &Path, path: &Path) -> Option<(PathBuf, 
     match rest.as_os_str().is_empty() {
         true => Some((source, root.into())),
         false => {
-            let file = opened_in(&root, rest, OFlag::O_NOFOLLOW).ok()?;
+            let file = open_in_root(&root, rest, OFlag::O_PATH | OFlag::O_NOFOLLOW).ok()?;
             Some((source.join(rest), file))
         }
     }

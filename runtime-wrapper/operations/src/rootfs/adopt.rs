@@ -51,10 +51,10 @@ fn adopt_one(
     let partial = to.with_extension("partial");
     rewrite(bounds, diff, list, &partial)
         .and_then(|()| fs::rename(&partial, to))
-        .map_err(Error::io(format!(
-            "{}: the container's changes of files cannot be read",
-            unpacked.display()
-        )))
+        .map_err(Error::at(
+            unpacked,
+            "the container's changes of files cannot be read",
+        ))
 }
 
 fn rewrite(

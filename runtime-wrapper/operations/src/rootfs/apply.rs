@@ -4,13 +4,14 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use cryopod_host::files::{open_in_root, open_regular};
+use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use rustix::fs::{XattrFlags, fsetxattr};
 use tar::EntryType;
@@ -24,11 +25,7 @@ const PARTIAL: &str = ".cryopod-unpacked";
 /// Unpacks a tar of changes over this root, within the bounds.
 pub fn unpack(tar: &Path, root: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let root = File::open(root)?;
-    let mut options = OpenOptions::new();
-    let tar = options
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(tar)?;
+    let tar = open_regular(tar)?;
     // Checks all of it before changing anything of the container.
     each(&tar, bounds, &mut |record| record.place().map(drop))?;
     each(&tar, bounds, &mut |record| one(record, &root))
@@ -38,15 +35,8 @@ struct OpenDirectory(OwnedFd);
 
 impl OpenDirectory {
     fn open(root: &File, path: &Path) -> io::Result<Self> {
-        let how = OpenHow::new()
-            .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        let path = if path.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            path
-        };
-        Ok(Self(openat2(root.as_fd(), path, how)?))
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
+        Ok(Self(open_in_root(root, path, flags)?))
     }
 
     /// Opens the directory of a path; makes missing ones.

@@ -30,15 +30,13 @@ impl ActionScript {
     /// Opens the socket in the operation's directory and puts the hook beside it.
     pub fn open(op: &Operation) -> Result<Self, Error> {
         let path = op.file(SOCKET);
-        let what = format!("{}: cannot listen", path.display());
         let listener = UnixListener::bind(&path)
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
-            .map_err(Error::io(what))?;
+            .map_err(Error::at(&path, "cannot listen"))?;
         // By process, not by path: a package upgrade may remove the file meanwhile.
         let me = format!("/proc/{}/exe", std::process::id());
         let hook = op.file(HOOK_NAME);
-        std::os::unix::fs::symlink(me, &hook)
-            .map_err(Error::io(format!("{}: cannot be made", hook.display())))?;
+        std::os::unix::fs::symlink(me, &hook).map_err(Error::at(&hook, "cannot be made"))?;
         Ok(Self { listener })
     }
 

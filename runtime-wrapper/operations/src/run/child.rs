@@ -216,8 +216,9 @@ pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutc
     unsafe {
         command.pre_exec(move || die_with(parent));
     }
-    let what = format!("{}: cannot be started", low.path.display());
-    let status = command.status().map_err(Error::io(what))?;
+    let status = command
+        .status()
+        .map_err(Error::at(&low.path, "cannot be started"))?;
     Ok(RunOutcome {
         code: exit_of(status),
         ..RunOutcome::default()
@@ -281,10 +282,9 @@ fn spawn(
             sigprocmask(SigmaskHow::SIG_SETMASK, Some(&mask), None).map_err(io::Error::from)
         });
     }
-    command.spawn().map_err(Error::io(format!(
-        "{}: cannot be started",
-        low.path.display()
-    )))
+    command
+        .spawn()
+        .map_err(Error::at(&low.path, "cannot be started"))
 }
 
 struct Watcher<'a> {

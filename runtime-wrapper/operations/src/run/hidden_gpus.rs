@@ -43,8 +43,7 @@ impl HiddenGpus {
             return Ok(None);
         }
         let empty = op.file(EMPTY);
-        std::fs::create_dir_all(&empty)
-            .map_err(Error::io(format!("{}: cannot be made", empty.display())))?;
+        std::fs::create_dir_all(&empty).map_err(Error::at(&empty, "cannot be made"))?;
         let empty = CString::new(empty.as_os_str().as_bytes())
             .map_err(|_| Error::Failed(format!("{}: has a 0 in its name", empty.display())))?;
         Ok(Some(Self { nodes, empty }))

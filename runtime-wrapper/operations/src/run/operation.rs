@@ -150,9 +150,8 @@ impl Operation {
     pub fn bind(&self, opened: BorrowedFd<'_>, place: &Path) -> Result<(), Error> {
         let none = None::<&str>;
         let from = format!("/proc/self/fd/{}", opened.as_raw_fd());
-        let what = format!("{}: cannot mount anything there", place.display());
         mount(Some(from.as_str()), place, none, MsFlags::MS_BIND, none)
-            .map_err(|e| Error::io(what)(e.into()))
+            .map_err(|e| Error::at(place, "cannot mount anything there")(e.into()))
     }
 
     /// Links a plugin into the directory under its own file name; CRIU skips names that do not end in `.so`.
@@ -162,10 +161,7 @@ impl Operation {
             name.push(".so");
         }
         let link = self.plugins().join(name);
-        symlink(plugin, &link).map_err(Error::io(format!(
-            "{}: cannot link the plugin",
-            link.display()
-        )))
+        symlink(plugin, &link).map_err(Error::at(&link, "cannot link the plugin"))
     }
 }
 
@@ -177,8 +173,7 @@ pub fn noted<T: DeserializeOwned>(directory: &Path, name: &str) -> Option<T> {
 
 /// CRIU loads plugins from below this directory: nobody else may write there.
 fn ours(base: &Path) -> Result<(), Error> {
-    let meta = fs::symlink_metadata(base)
-        .map_err(Error::io(format!("{}: cannot be read", base.display())))?;
+    let meta = fs::symlink_metadata(base).map_err(Error::at(base, "cannot be read"))?;
     let user = nix::unistd::geteuid().as_raw();
     let why = if !meta.is_dir() {
         "it is no directory".to_owned()

@@ -5,14 +5,14 @@
 //! Nothing is decoded here: what the images say comes from [`super::decoder`].
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::mounts::{CriuMount, fs_type};
 use cryopod_host::destinations::Destinations;
+use cryopod_host::files::open_without_links;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::fcntl::OFlag;
 
 use super::privileges::top;
 
@@ -87,20 +87,13 @@ fn link(place: &ContainerFiles<'_>, mount: &CriuMount, path: &str) -> Option<Str
         return None;
     }
     let root = File::open(&at).ok()?;
-    match open_plainly(&root, below) {
+    match open_without_links(&root, below, OFlag::O_PATH) {
         Err(Errno::ELOOP | Errno::EXDEV) => Some(format!(
             "{path} leads through a symbolic link of the container's, and CRIU would follow it outside of the container"
         )),
         // What does not exist CRIU reports itself.
         _ => None,
     }
-}
-
-fn open_plainly(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
-    openat2(root, path, how)
 }
 
 /// Where a container's file lies on the host, if its mount is the root's.

@@ -5,9 +5,7 @@
 //! spec, unless the configuration disables the check `privileges`; an annotation cannot.
 
 use std::collections::BTreeSet;
-use std::fs::OpenOptions;
-use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
@@ -16,7 +14,7 @@ use cryopod_archive::criu::privileges::{
     self, Capabilities, Credentials, NAMESPACES, Privileges, Thread,
 };
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, open_regular, read_bounded_from};
 use cryopod_host::sandbox::SandboxError;
 use cryopod_host::spec::Spec;
 use serde::{Deserialize, Serialize};
@@ -231,24 +229,10 @@ pub(crate) fn open_data(images: &Path, name: &str) -> Result<Option<Vec<u8>>, Pr
 fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, PrivilegesError> {
     let path = images.join(name);
     let read = || -> io::Result<Option<Vec<u8>>> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        let file = match OpenOptions::new()
-            .read(true)
-            .custom_flags(flags)
-            .open(&path)
-        {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            file => file?,
-        };
-        let meta = file.metadata()?;
-        if !meta.is_file() || meta.len() > limit {
-            return Err(io::Error::other(
-                "it is no file of a size that such an image has",
-            ));
+        match open_regular(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            file => read_bounded_from(file?, limit).map(Some),
         }
-        let mut bytes = Vec::with_capacity(usize::try_from(meta.len()).map_or(0, |n| n + 1));
-        file.take(limit).read_to_end(&mut bytes)?;
-        Ok(Some(bytes))
     };
     read().map_err(|source| PrivilegesError::Read {
         path: path.clone(),

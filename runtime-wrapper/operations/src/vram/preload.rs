@@ -147,7 +147,6 @@ fn stored(store: &Path, library: &[u8]) -> Result<PathBuf, Error> {
     let digest = Sha256::digest(library);
     let name: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
     let path = store.join(format!("{name}.so"));
-    let what = format!("{}: cannot be written", path.display());
     // Also a copy that someone has damaged is made anew.
     if read(&path).is_ok_and(|there| there == library) {
         return Ok(path);
@@ -159,7 +158,7 @@ fn stored(store: &Path, library: &[u8]) -> Result<PathBuf, Error> {
             .create(store)?;
         write_new(&path, library, 0o644)
     };
-    make().map_err(Error::io(what))?;
+    make().map_err(Error::at(&path, "cannot be written"))?;
     Ok(path)
 }
 

@@ -12,8 +12,8 @@ use cryopod_host::detached::{Detached, within};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
-use crate::preflight::surroundings::opened_in;
 use crate::security::privileges::LeftOpen;
+use cryopod_host::files::open_in_root;
 
 /// CRIU's stage at which all mounts are there, and a restore may still fail.
 pub const STAGE: &str = "post-restore";
@@ -37,7 +37,11 @@ pub fn close(init: i32, paths: &[LeftOpen]) -> Result<(), String> {
 }
 
 fn close_one(root: &File, left: &LeftOpen, null: Detached) -> io::Result<()> {
-    let there = match opened_in(root, Path::new(&left.path), OFlag::O_NOFOLLOW) {
+    let there = match open_in_root(
+        root,
+        Path::new(&left.path),
+        OFlag::O_PATH | OFlag::O_NOFOLLOW,
+    ) {
         Err(Errno::ENOENT | Errno::ENOTDIR) => return Ok(()),
         there => File::from(there?),
     };

@@ -17,8 +17,8 @@ use cryopod_host::spec::Spec;
 use nix::fcntl::OFlag;
 use serde_json::Value;
 
-use crate::preflight::surroundings::opened_in;
 use crate::security::mount_limits::of_flags;
+use cryopod_host::files::open_in_root;
 
 /// A container has as many processes as it likes.
 const MAX_PROCESSES: usize = 100_000;
@@ -77,7 +77,7 @@ fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(),
     let paths: BTreeMap<PathBuf, u64> = found.into_iter().map(|l| (l.path, l.attributes)).collect();
     within(pid, |root| {
         for (path, attributes) in &paths {
-            let there = opened_in(root, path, OFlag::empty()).map_err(std::io::Error::from);
+            let there = open_in_root(root, path, OFlag::O_PATH).map_err(std::io::Error::from);
             // Whether it has worked is looked up afterwards: the path may be another mount's.
             let _ = there.and_then(|there| limit(there.as_fd(), *attributes));
         }

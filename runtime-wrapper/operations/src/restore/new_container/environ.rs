@@ -17,7 +17,8 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use crate::preflight::surroundings::{MountPoints, opened_in};
+use crate::preflight::surroundings::MountPoints;
+use cryopod_host::files::open_in_root;
 
 /// The file inside the container, which only the user of its first process can read.
 pub const PATH: &str = "/run/cryopod/environ";
@@ -51,7 +52,11 @@ pub fn put(root: &File, environ: &[u8], owner: (u32, u32)) -> io::Result<()> {
     let mut points = MountPoints::below(root.try_clone()?);
     points.make(Path::new(DIRECTORY), MountKind::Directory)?;
     points.keep();
-    let directory = opened_in(root, Path::new(DIRECTORY), OFlag::O_DIRECTORY)?;
+    let directory = open_in_root(
+        root,
+        Path::new(DIRECTORY),
+        OFlag::O_PATH | OFlag::O_DIRECTORY,
+    )?;
     match unlinkat(&directory, NAME, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => {}
         Err(e) => return Err(e.into()),

@@ -27,12 +27,13 @@ use nix::mount::{MsFlags, mount};
 
 use crate::error::Error;
 use crate::images::mountpoints;
-use crate::preflight::surroundings::{MountPoints, external, opened_in};
+use crate::preflight::surroundings::{MountPoints, external};
 use crate::request::Request;
 use crate::restore::new_container::environ;
 use crate::rootfs;
 use crate::run::operation::Operation;
 use crate::security::mount_limits::limits;
+use cryopod_host::files::open_in_root;
 
 /// Files that engines put into every container.
 const OF_ENGINES: [&str; 5] = [
@@ -207,7 +208,7 @@ impl NewMounts {
                 NewMountSource::Root => {
                     let made = points.make(at, MountKind::File);
                     made.map_err(|e| Error::io(what())(e.into()))?;
-                    let file = opened_in(&root, at, OFlag::empty());
+                    let file = open_in_root(&root, at, OFlag::O_PATH);
                     let file = file.map_err(|e| Error::io(what())(e.into()))?;
                     op.bind(file.as_fd(), &provided.path)?;
                 }
@@ -269,12 +270,13 @@ impl NewMounts {
             let mut points = MountPoints::below(root.try_clone().map_err(failed)?);
             points.make(&mount.at, kind).map_err(|e| failed(e.into()))?;
             points.keep();
-            let over = opened_in(root, &mount.at, OFlag::empty()).map_err(|e| failed(e.into()))?;
+            let over =
+                open_in_root(root, &mount.at, OFlag::O_PATH).map_err(|e| failed(e.into()))?;
             copy.attach(over.as_fd()).map_err(failed)?;
         }
         for (at, limits) in &self.limited {
             let failed = |e: std::io::Error| format!("the mount at {}: {e}", at.display());
-            let there = opened_in(root, at, OFlag::empty()).map_err(|e| failed(e.into()))?;
+            let there = open_in_root(root, at, OFlag::O_PATH).map_err(|e| failed(e.into()))?;
             detached::limit(there.as_fd(), *limits).map_err(failed)?;
         }
         Ok(())
