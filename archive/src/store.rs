@@ -83,12 +83,17 @@ pub enum StoreError {
         "{path}: {reason}; the store's entry of this checkpoint is damaged: restore it from a copy of the store, or use another checkpoint"
     )]
     Damaged { path: PathBuf, reason: String },
+    #[error(
+        "{path}: the large files of this checkpoint are not in it: it was made for one run of `cryopod import`, which is over; import the archive itself"
+    )]
+    Over { path: PathBuf },
     #[error("{path}: {reason}")]
     Unusable { path: PathBuf, reason: String },
 }
 
 impl StoreError {
-    fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + use<> {
+    /// Completes "cannot ..." for an error of the system.
+    pub fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::Io {
             path,
@@ -133,6 +138,10 @@ pub struct Reference {
     pub created: String,
     /// Sorted by name.
     pub files: Vec<Stored>,
+    /// Its entry is for one run of `cryopod export` or `import`, in a store named [`names::HANDOVER`]. The pages have no
+    /// digests: nothing but cryopod has had them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub handed: bool,
 }
 
 impl Reference {
@@ -187,7 +196,7 @@ impl Reference {
         if !told.iter().all(plain) {
             return Err("`store`, `container` or `created` is no plain text".into());
         }
-        if self.files.is_empty() || self.files.len() > MAX_FILES {
+        if self.files.is_empty() && !self.handed || self.files.len() > MAX_FILES {
             return Err(format!("{} files", self.files.len()));
         }
         let mut seen = BTreeSet::new();
@@ -198,7 +207,8 @@ impl Reference {
                 return Err(format!("{name:?} is no large file of a checkpoint"));
             }
             let digest = file.blake3.as_deref().map(blake3::Hash::from_hex);
-            if !matches!((pages, digest), (_, Some(Ok(_))) | (false, None)) {
+            let bare = !pages || self.handed;
+            if !matches!((bare, digest), (_, Some(Ok(_))) | (true, None)) {
                 return Err(format!("{}: no BLAKE3 digest", file.name));
             }
             if !seen.insert(&file.name) {

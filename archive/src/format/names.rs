@@ -49,6 +49,8 @@ pub const CONTAINERD_RW: &str = "rw.tar";
 
 /// The reference to the store that has a checkpoint's large files. In CRIU's image directory and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
+/// The store through which cryopod and its runtime hand large files to each other, past an engine.
+pub const HANDOVER: &str = "cryopod-away";
 pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";
 
 /// The VRAM files' table of chunks. Written last: without it the shards mean nothing.

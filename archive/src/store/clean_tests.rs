@@ -59,6 +59,7 @@ impl Bed {
             threads: 1,
             until: None,
             origin,
+            handed: false,
         };
         let reference = put(&images, &self.store, &about).unwrap().unwrap();
         (images, reference)

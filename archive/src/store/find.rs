@@ -36,10 +36,14 @@ pub fn find(images: &Path, stores: &[PathBuf]) -> Result<Option<Found>, StoreErr
     }
 }
 
-/// Like [`find`], for a reference that was read before; `path` only appears in errors.
+/// Like [`find`], for a reference that was read before; `path` only appears in errors. A handed reference is good for
+/// stores named [`names::HANDOVER`] alone, and no other one is.
 pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<Found, StoreError> {
     let mut looked = Vec::new();
-    for store in stores {
+    for store in stores
+        .iter()
+        .filter(|s| s.ends_with(names::HANDOVER) == reference.handed)
+    {
         let entry = store.join(&reference.id);
         let what = match (store.symlink_metadata(), entry.symlink_metadata()) {
             (Err(_), _) => "is not there",
@@ -59,6 +63,9 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
             }
         };
         looked.push(format!("{} {what}", store.display()));
+    }
+    if reference.handed {
+        return Err(StoreError::Over { path: path.into() });
     }
     let looked = match looked.is_empty() {
         true => "no store is configured".into(),

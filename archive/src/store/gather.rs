@@ -6,6 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use super::find::{Found, each};
+use super::put::cannot_link;
 use super::{StoreError, Stored};
 use crate::format::names;
 
@@ -37,6 +38,11 @@ fn one(images: &Path, found: &Found, file: &Stored) -> Result<(), StoreError> {
         // A file that is there counts, as for a restore.
         if place.symlink_metadata().is_ok() {
             return Ok(());
+        }
+        match fs::hard_link(found.path(file), &place) {
+            Err(e) if cannot_link(&e) => {}
+            Err(e) => return Err(e),
+            Ok(()) => return source.sync_all(),
         }
         let mut new = OpenOptions::new();
         let mut new = new

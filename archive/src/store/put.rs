@@ -29,6 +29,8 @@ pub struct About<'a> {
     pub until: Option<Instant>,
     /// Where the engine keeps the reference; `None`: nobody knows.
     pub origin: Option<&'a Origin>,
+    /// [`Reference::handed`]. Then there is an entry even if there are no large files.
+    pub handed: bool,
 }
 
 /// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. Returns `None`
@@ -42,7 +44,7 @@ pub fn put(
     about: &About<'_>,
 ) -> Result<Option<Reference>, StoreError> {
     let mut files = large(images)?;
-    if files.is_empty() {
+    if files.is_empty() && !about.handed {
         return Ok(None);
     }
     let real = store.canonicalize().map_err(|e| StoreError::Unusable {
@@ -66,7 +68,7 @@ pub fn put(
     let done: Mutex<Vec<Stored>> = Mutex::default();
     each(about.threads, files.iter(), |file| {
         let mut file = file.clone();
-        one(images, staging.path(), &mut file, linked, about.until)?;
+        one(images, staging.path(), &mut file, linked, about)?;
         done.lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(file);
@@ -81,6 +83,7 @@ pub fn put(
         container: about.container.to_owned(),
         created: about.created.to_owned(),
         files,
+        handed: about.handed,
     };
     let text = reference
         .check()
@@ -149,7 +152,7 @@ fn link(images: &Path, to: &Path, files: &[Stored]) -> Result<bool, StoreError> 
     Ok(true)
 }
 
-fn cannot_link(e: &io::Error) -> bool {
+pub(super) fn cannot_link(e: &io::Error) -> bool {
     let codes = [
         libc::EXDEV,
         libc::EPERM,
@@ -182,9 +185,9 @@ fn one(
     to: &Path,
     file: &mut Stored,
     linked: bool,
-    until: Option<Instant>,
+    about: &About<'_>,
 ) -> Result<(), StoreError> {
-    let hashed = names::is_numbered(&file.name, names::PAGES);
+    let hashed = names::is_numbered(&file.name, names::PAGES) && !about.handed;
     if linked && !hashed {
         return Ok(());
     }
@@ -203,7 +206,7 @@ fn one(
     };
     let mut read = 0;
     let mut limited = source.take(file.bytes.saturating_add(1));
-    let digest = hash(&mut limited, &from, until, &mut |piece| {
+    let digest = hash(&mut limited, &from, about.until, &mut |piece| {
         read += piece.len() as u64;
         match &mut copy {
             Some((_, out)) => out.write_all(piece).map_err(wrap("write it")),

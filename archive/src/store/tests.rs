@@ -10,6 +10,7 @@ const ABOUT: About<'_> = About {
     threads: 3,
     until: None,
     origin: None,
+    handed: false,
 };
 
 /// A directory for everything, an image directory with large and small files, a store.

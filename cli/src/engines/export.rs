@@ -14,6 +14,7 @@ use std::time::Duration;
 use cryopod_archive::Compression;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
+use cryopod_operations::images::handover::ExportRequest;
 use cryopod_registry::parse_reference;
 
 use crate::archives::bundle;
@@ -69,8 +70,8 @@ pub struct Taken {
     source: PathBuf,
     /// Files that complete it.
     extra: BTreeMap<String, Vec<u8>>,
-    /// The directory with the checkpoint, if it is not the one that was offered.
-    directory: Option<LockedTempDir>,
+    /// By which the large files come from the runtime, and go back into podman's own checkpoint.
+    request: Option<ExportRequest>,
 }
 
 impl Args {
@@ -161,9 +162,6 @@ fn take(
         Ok(taken) => taken,
         Err(error) => return Err(keep_if_last(error, args, engine, temp)),
     };
-    let offered = temp;
-    let kept = taken.directory.take();
-    let temp = kept.as_ref().unwrap_or(&offered);
     if let Some(image) = &image {
         let before = taken.source.clone();
         match image::add(taken, image, temp.path()) {
@@ -172,21 +170,22 @@ fn take(
                 let name = before.file_name().unwrap_or_default();
                 let name = name.to_string_lossy().into_owned();
                 let again = format!("cryopod pack PATH -o {}", args.output);
-                return keep_on_error::<()>(Err(e), kept.unwrap_or(offered), &name, &again);
+                return keep_on_error::<()>(Err(e), temp, &name, &again);
             }
         }
     }
-    let temp = kept.unwrap_or(offered);
     let name = taken
         .source
         .file_name()
         .map(|n| n.to_string_lossy().into_owned());
+    let mut handed = false;
     let packed = Source::open(&taken.source)
         .map_err(anyhow::Error::from)
         .and_then(|source| {
             let mut extra = pack::completed(&source)?;
             extra.extend(taken.extra);
-            let stores = stores(&[])?;
+            let mut stores = stores(&[])?;
+            stores.extend(taken.request.iter().map(|r| r.store().to_owned()));
             let stored = match stores.is_empty() {
                 true => None,
                 false => bundle::found(&source, &stores)?,
@@ -196,6 +195,11 @@ fn take(
             };
             let threads = how.threads();
             let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
+            handed = stored.reference.handed;
+            if handed {
+                steps.done("podman's file, without the large files");
+                return how.write("export", &whole, to, extra);
+            }
             let packed = how.write("export", &whole, to, extra)?;
             // Nothing else refers to it.
             if let Err(e) = fs::remove_dir_all(&stored.entry) {
@@ -204,6 +208,15 @@ fn take(
             Ok(packed)
         });
     steps.done("pack");
+    if handed {
+        // podman's file has not all of it, but podman's own checkpoint has.
+        drop(taken.request);
+        return match packed {
+            Ok(_) => Ok(ExitCode::SUCCESS),
+            Err(e) if podman::has_checkpoint(&args.container) => Err(podmans(e, args)),
+            Err(e) => Err(e),
+        };
+    }
     let again = format!("cryopod pack PATH -o {}", args.output);
     keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
 }
@@ -228,10 +241,7 @@ fn keep_if_last(
         return error;
     }
     if engine == Engine::Podman && podman::has_checkpoint(&args.container) {
-        return error.context(format!(
-            "the container was checkpointed and does not run; go on with: podman container restore {}",
-            args.container
-        ));
+        return podmans(error, args);
     }
     if fs::read_dir(temp.path()).is_ok_and(|mut items| items.next().is_none()) {
         return error;
@@ -241,6 +251,13 @@ fn keep_if_last(
         args.container,
         engine.program(),
         temp.keep().display()
+    ))
+}
+
+fn podmans(error: anyhow::Error, args: &Args) -> anyhow::Error {
+    error.context(format!(
+        "the container was checkpointed and does not run; go on with: podman container restore {}",
+        args.container
     ))
 }
 

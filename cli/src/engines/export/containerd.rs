@@ -48,7 +48,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
     Ok(Taken {
         source: file,
         extra: Default::default(),
-        directory: None,
+        request: None,
     })
 }
 

@@ -39,7 +39,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
     Ok(Taken {
         source: temp.join(NAME),
         extra,
-        directory: None,
+        request: None,
     })
 }
 

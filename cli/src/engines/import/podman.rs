@@ -1,7 +1,6 @@
 //! Restores an archive with podman at once.
 
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
 use cryopod_archive::vram::places;
 use cryopod_archive::{Compression, format::names};
-use cryopod_operations::images::handover;
+use cryopod_operations::images::handover::Ticket;
 
 use super::{Args, ImportRecords, without_image};
 use crate::archives::confined;
@@ -88,7 +87,7 @@ fn import(args: &Args, file: &Path) -> anyhow::Result<String> {
 /// the archive stay there.
 struct ImportParts {
     whole: PathBuf,
-    ticket: handover::Ticket,
+    ticket: Ticket,
     /// On podman's file system.
     temp: LockedTempDir,
 }
@@ -109,7 +108,7 @@ impl ImportParts {
             .args(["info", "--format", "{{.Store.GraphRoot}}"])
             .run()?;
         let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;
-        let (whole, away) = (temp.path().join("whole"), temp.path().join("away"));
+        let whole = temp.path().join("whole");
         let shards = source.shards_in_place(&Limits::default())?;
         let options = UnpackOptions {
             leave: shards.iter().map(|s| (s.name.clone(), s.bytes)).collect(),
@@ -117,23 +116,17 @@ impl ImportParts {
         };
         confined::unpack(args.quiet, source, &whole, &options)?;
         carried::take(&whole, args.limit())?;
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&away)
-            .with_context(|| away.display().to_string())?;
         let images = whole.join(names::CHECKPOINT_DIR);
-        handover::part(&images, &away)?;
+        let ticket = Ticket::issue(&images, temp.path())?;
         if !shards.is_empty() {
-            places::write(&images, &shards, &away).with_context(|| {
+            places::write(&images, &shards, &ticket.entry).with_context(|| {
                 let path = source.path().display();
                 format!("{path}: incomplete: it has GPU memory, and not the table of it")
             })?;
         }
         if let Some(map) = &args.map {
-            let path = away.join(handover::MAP);
-            fs::write(&path, &map.0).with_context(|| path.display().to_string())?;
+            ticket.ask_for_map(&map.0)?;
         }
-        let ticket = handover::issue(&images, &away)?;
         Ok(Some(Self {
             whole,
             ticket,

@@ -66,14 +66,11 @@ pub(super) fn conclude(
         if !request.ends {
             count(&metadata, &images.path);
         }
-        // `cryopod export` makes an archive of everything.
-        if planned.stored && !request.pre_dump() && !handover::asked(&images.path) {
-            store::put(request, &images.path, &metadata, limit);
-        }
-        if !request.ends
-            && let Err(e) = handover::after_checkpoint(&images.path)
-        {
-            tracing::warn!("the large files are not moved aside: {e}");
+        match handover::asked(&images.path) {
+            _ if request.pre_dump() => {}
+            Some(export) => store::hand_over(&images.path, &export),
+            None if planned.stored => store::put(request, &images.path, &metadata, limit),
+            None => {}
         }
         images.keep();
         if let Some(log) = &dumped.runtime_log {

@@ -1,18 +1,19 @@
-//! Moves large image files directly between cryopod and the runtime, so that they need not go through an engine's tar.
+//! Hands large image files directly from cryopod to the runtime and back, so that they need not go through an engine's
+//! tar.
 //!
 //! podman writes an export file with one thread, and reads it twice at an import. For the memory of a GPU container
 //! that is a waste: `cryopod export` and `import` run beside podman on the same host, and podman calls cryopod's
-//! runtime. So the runtime moves the large files aside, on the same file system, and back:
+//! runtime. So the large files lie in a store of their own ([`names::HANDOVER`]), on the same file system:
 //!
-//! - **Export.** `cryopod export` creates the directory [`AWAY`] beside the image directory, and locks it. After a
-//!   checkpoint the runtime moves the large files into it. It does not if nobody holds the lock, because then nobody
-//!   would fetch them. podman's file holds the rest. `export` then moves the files back and packs the image directory.
-//!   If an export is killed, the next checkpoint, export or restore moves its files back first.
-//! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large files, and a
-//!   [`TICKET`]. The ticket is the random name of a link in [`DESK`] to the directory with the large files. Archives
-//!   come from strangers, but a ticket alone gives no access: only root writes links there, and nobody can guess a
-//!   name, and each is good once. What else `import` was asked for, the GPU map ([`MAP`]), is with these files, and so
-//!   has root's word, too. So has the list of the shards that stay in the archive ([`VRAM_PLACES`]).
+//! - **Export.** `cryopod export` creates it beside the image directory, and locks it. After a checkpoint the runtime
+//!   puts the large files into it. It does not if nobody holds the lock, because then nobody would fetch them. `export`
+//!   packs podman's file and the entry, and then puts the files back. If an export is killed, the next checkpoint,
+//!   export or restore puts them back first.
+//! - **Import.** `cryopod import` unpacks an archive, puts the large files into it, and gives podman a file of the rest. A
+//!   link in [`DESK`] with the entry's random name leads to it. Archives come from strangers, but a reference alone
+//!   gives no access: only root writes links there, and nobody can guess a name, and each is good once. What else
+//!   `import` was asked for, the GPU map ([`MAP`]), is in the entry, and so has root's word, too. So has the list of the
+//!   shards that stay in the archive ([`names::VRAM_PLACES`]).
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -22,370 +23,230 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use cryopod_archive::format::names::{VRAM_PLACES, is_large};
-use cryopod_host::files::own_directory;
+use cryopod_archive::format::names;
+use cryopod_archive::store::{About, Reference, StoreError, find, gather, put};
+use cryopod_archive::vram::usual_threads;
+use cryopod_host::files::{own_directory, read_bounded};
 
-/// The directory beside the image directory that takes the large files.
-pub const AWAY: &str = "cryopod-away";
-/// The file in the image directory that says where the large files are.
-pub const TICKET: &str = "cryopod-away.ticket";
-/// The directory of the links that tickets name.
+/// The directory of the links to entries.
 pub const DESK: &str = "/run/cryopod/away";
-/// The file beside the large files with the GPU map of this one restore.
-pub const MAP: &str = "cryopod-gpu-map";
+/// The file in an entry with the GPU map of this one restore.
+const MAP: &str = "cryopod-gpu-map";
 const MAX_MAP: u64 = 64 << 10;
-const DIGITS: usize = 32;
 
-fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
-    let text = format!("{}: {what}", path.display());
-    move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
-}
-
-/// Returns true if `cryopod export` has asked for the large files of this image directory.
-pub fn asked(images: &Path) -> bool {
-    let away = beside(images).filter(|p| own_directory(p));
-    away.is_some_and(|away| matches!(lock(&away), Ok(None)))
-}
-
-/// Moves the large files of an image directory into another directory, which exists. Returns their number. After an
-/// error the files moved so far stay there.
-pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
-    let mut moved = 0;
-    for item in fs::read_dir(images).map_err(fail(images, "cannot list it"))? {
-        let item = item.map_err(fail(images, "cannot list it"))?;
-        let meta = item
-            .metadata()
-            .map_err(fail(&item.path(), "cannot read its type"))?;
-        let name = item.file_name();
-        if meta.is_file() && name.to_str().is_some_and(|n| is_large(n, meta.len())) {
-            let to = away.join(&name);
-            fs::rename(item.path(), &to).map_err(fail(&to, "cannot move a file there"))?;
-            moved += 1;
-        }
-    }
-    Ok(moved)
-}
-
-/// Moves all files of a directory into another, but for the list of places. Returns their number.
-///
-/// # Errors
-/// The first file that could not be moved. It stays where it is and the others are moved; no file is lost or truncated.
-pub fn join(away: &Path, images: &Path) -> io::Result<usize> {
-    let (mut moved, mut first) = (0, None);
-    for item in fs::read_dir(away).map_err(fail(away, "cannot list it"))? {
-        let item = item.map_err(fail(away, "cannot list it"))?;
-        if item.file_name() == VRAM_PLACES {
-            continue;
-        }
-        let to = images.join(item.file_name());
-        let done = match fs::rename(item.path(), &to) {
-            Err(e) if e.raw_os_error() == Some(libc::EXDEV) => {
-                over(&item.path(), &to, &mut |from, to| io::copy(from, to))
-            }
-            other => other.map_err(fail(&to, "cannot move a file there")),
-        };
-        match done {
-            Ok(()) => moved += 1,
-            Err(e) => drop(first.get_or_insert(e)),
-        }
-    }
-    first.map_or(Ok(moved), Err)
-}
-
-/// Moves a file to another file system. It gets its name there, and is removed here, only when it is complete and on
-/// disk.
-fn over(
-    from: &Path,
-    to: &Path,
-    copy: &mut dyn FnMut(&mut File, &mut File) -> io::Result<u64>,
-) -> io::Result<()> {
-    let (Some(directory), Some(name)) = (to.parent(), to.file_name()) else {
-        return Err(io::ErrorKind::InvalidInput.into());
-    };
-    let mut open = OpenOptions::new();
-    open.read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC);
-    let mut source = open.open(from).map_err(fail(from, "cannot open it"))?;
-    let meta = source.metadata().map_err(fail(from, "cannot open it"))?;
-    if !meta.is_file() {
-        return Err(fail(from, "cannot copy it")(io::Error::other(
-            "no regular file",
-        )));
-    }
-    let mut partial = std::ffi::OsString::from(".");
-    partial.push(name);
-    partial.push(".cryopod-partial");
-    let partial = directory.join(partial);
-    // Left by a killed process.
-    match fs::remove_file(&partial) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            return Err(fail(&partial, "cannot remove it")(e));
-        }
-        _ => {}
-    }
-    let mut copied = || -> io::Result<()> {
-        let mut target = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(meta.mode() & 0o777)
-            .open(&partial)?;
-        let bytes = copy(&mut source, &mut target)?;
-        if bytes != meta.len() {
-            return Err(io::Error::other(format!(
-                "{bytes} bytes instead of {}",
-                meta.len()
-            )));
-        }
-        target.sync_all()?;
-        fs::rename(&partial, to)?;
-        File::open(directory)?.sync_all()
-    };
-    copied().map_err(|e| {
-        let _ = fs::remove_file(&partial);
-        fail(to, "cannot copy a file there")(e)
-    })?;
-    fs::remove_file(from).map_err(fail(from, "cannot remove it after it was copied"))
-}
-
-/// Returns the directory beside an image directory.
-fn beside(images: &Path) -> Option<PathBuf> {
-    let images = std::path::absolute(images).ok()?;
-    Some(images.parent()?.join(AWAY))
-}
-
-/// A request to move large files aside, valid until it is dropped or its process ends.
+/// A request for the large files of the next checkpoint, valid until it is dropped or its process ends.
 #[derive(Debug)]
-pub struct ImportRequest {
-    away: PathBuf,
+pub struct ExportRequest {
+    images: PathBuf,
+    store: PathBuf,
     _lock: Flock<File>,
 }
 
-impl ImportRequest {
-    /// The directory that the runtime will move the files into.
-    pub fn away(&self) -> &Path {
-        &self.away
+impl ExportRequest {
+    /// Asks the runtime for the large files of the next checkpoint. First puts back what a killed process left.
+    ///
+    /// # Errors
+    /// [`StoreError::Io`] of `WouldBlock` if another process has asked for the same.
+    pub fn new(images: &Path) -> Result<Self, StoreError> {
+        let images = std::path::absolute(images).map_err(StoreError::io(images, "find it"))?;
+        let store = images.with_file_name(names::HANDOVER);
+        let busy = || {
+            StoreError::io(
+                &store,
+                "lock it: another export of this container is running",
+            )
+        };
+        for _ in 0..100 {
+            make(&store)?;
+            // In between, a runtime may remove the directory, because nobody has locked it.
+            let lock = lock(&store)?.ok_or_else(|| busy()(io::ErrorKind::WouldBlock.into()))?;
+            let (Ok(ours), Ok(there)) = (lock.metadata(), fs::symlink_metadata(&store)) else {
+                continue;
+            };
+            if (ours.dev(), ours.ino()) == (there.dev(), there.ino()) {
+                put_back(&images, &store)?;
+                return Ok(Self {
+                    images,
+                    store,
+                    _lock: lock,
+                });
+            }
+        }
+        Err(busy()(io::ErrorKind::WouldBlock.into()))
+    }
+
+    /// The store that the runtime will put the files into.
+    pub fn store(&self) -> &Path {
+        &self.store
     }
 }
 
-/// Asks the runtime to move the large files of the next checkpoint aside. First moves what a killed process left there
-/// back into the image directory.
-///
-/// # Errors
-/// `WouldBlock` if another process has asked for the same.
-pub fn ask(images: &Path) -> io::Result<ImportRequest> {
-    let away = beside(images).ok_or(io::ErrorKind::InvalidInput)?;
-    for _ in 0..100 {
-        match DirBuilder::new().mode(0o700).create(&away) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(fail(&away, "cannot make it")(e));
-            }
-            _ => {}
-        }
-        if !own_directory(&away) {
-            let what = io::Error::other("it is not a directory of this user's alone");
-            return Err(fail(&away, "cannot be used")(what));
-        }
-        // In between, a runtime may remove the directory, because nobody has locked it.
-        let Some(lock) = lock(&away)? else {
-            let what = io::Error::from(io::ErrorKind::WouldBlock);
-            return Err(fail(&away, "another export of this container is running")(
-                what,
-            ));
-        };
-        let (Ok(ours), Ok(there)) = (lock.metadata(), fs::symlink_metadata(&away)) else {
-            continue;
-        };
-        if (ours.dev(), ours.ino()) == (there.dev(), there.ino()) {
-            join(&away, images)?;
-            return Ok(ImportRequest { away, _lock: lock });
+impl Drop for ExportRequest {
+    fn drop(&mut self) {
+        let done = put_back(&self.images, &self.store).and_then(|()| remove(&self.store));
+        if let Err(error) = done {
+            tracing::error!(
+                "{error}; the files of the checkpoint that are there belong into its directory"
+            );
         }
     }
-    Err(fail(&away, "cannot be locked")(
-        io::ErrorKind::WouldBlock.into(),
-    ))
+}
+
+/// Makes a directory that nobody else can write to.
+fn make(directory: &Path) -> Result<(), StoreError> {
+    let mut new = DirBuilder::new();
+    let made = new.recursive(true).mode(0o700).create(directory);
+    made.map_err(StoreError::io(directory, "make it"))?;
+    if own_directory(directory) {
+        return Ok(());
+    }
+    Err(StoreError::Unusable {
+        path: directory.into(),
+        reason: "it is not a directory of this user's alone".into(),
+    })
 }
 
 /// Locks a directory; `None` if another process holds the lock.
-fn lock(directory: &Path) -> io::Result<Option<Flock<File>>> {
-    let opened = OpenOptions::new()
+fn lock(directory: &Path) -> Result<Option<Flock<File>>, StoreError> {
+    let file = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC)
-        .open(directory);
-    let file = match opened {
-        Ok(file) => file,
-        Err(e) => return Err(fail(directory, "cannot open it")(e)),
-    };
+        .open(directory)
+        .map_err(StoreError::io(directory, "open it"))?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
-        Err((_, e)) => Err(fail(directory, "cannot lock it")(e.into())),
+        Err((_, e)) => Err(StoreError::io(directory, "lock it")(e.into())),
     }
 }
 
-/// Call before a checkpoint. Moves back what a killed export left: it belongs to the checkpoint that this one may
+/// Returns the store beside an image directory, if there is one.
+fn beside(images: &Path) -> Option<PathBuf> {
+    let store = std::path::absolute(images).ok()?;
+    Some(store.with_file_name(names::HANDOVER)).filter(|p| own_directory(p))
+}
+
+/// Returns the store in which `cryopod export` wants the large files of this image directory, if it does.
+pub fn asked(images: &Path) -> Option<PathBuf> {
+    beside(images).filter(|store| matches!(lock(store), Ok(None)))
+}
+
+/// Puts the large files into a store for handing over. The entry is the store's only one.
+pub fn put_into(store: &Path, images: &Path) -> Result<Reference, StoreError> {
+    let about = About {
+        container: "",
+        created: "",
+        threads: usual_threads(),
+        until: None,
+        origin: None,
+        handed: true,
+    };
+    // There is an entry even if it has no files.
+    put(images, store, &about)?.ok_or_else(|| StoreError::Over { path: store.into() })
+}
+
+/// Puts the files of an image directory's own entry back.
+fn put_back(images: &Path, store: &Path) -> Result<(), StoreError> {
+    match find(images, &[store.to_owned()]) {
+        Ok(Some(found)) => gather(images, &found, usual_threads()),
+        // It refers to another store, or the entry was handed to somebody else.
+        Ok(None) | Err(StoreError::Missing { .. } | StoreError::Over { .. }) => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
+fn remove(store: &Path) -> Result<(), StoreError> {
+    match fs::remove_dir_all(store) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(StoreError::io(store, "remove it")(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Call before a checkpoint. Puts back what a killed export left: it belongs to the checkpoint that this one may
 /// replace.
-pub fn before_checkpoint(images: &Path) -> io::Result<()> {
-    let Some(away) = beside(images).filter(|p| own_directory(p)) else {
+pub fn before_checkpoint(images: &Path) -> Result<(), StoreError> {
+    let Some(store) = beside(images) else {
         return Ok(());
     };
-    match lock(&away)? {
-        Some(_nobody) => back(&away, images),
+    match lock(&store)? {
+        Some(_nobody) => put_back(images, &store).and_then(|()| remove(&store)),
         None => Ok(()),
     }
 }
 
-/// Call after a checkpoint. Moves the large files aside if `cryopod export` has asked for it. Returns their number.
-/// After an error all files are where they were, or the message names those that could not be moved back.
-pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
-    let Some(away) = beside(images).filter(|p| own_directory(p)) else {
-        return Ok(0);
-    };
-    if lock(&away)?.is_some() {
-        tracing::warn!(
-            "{}: who wanted the large files there is gone",
-            away.display()
-        );
-        return Ok(0);
-    }
-    part(images, &away).map_err(|e| match join(&away, images) {
-        Ok(_) => e,
-        Err(again) => io::Error::new(
-            e.kind(),
-            format!(
-                "{e}; and those that were moved could not be moved back: {again}; they are in {}, and belong into {}",
-                away.display(),
-                images.display()
-            ),
-        ),
-    })
-}
-
-/// What `cryopod import` hands to one restore, beside the files.
+/// What `cryopod import` hands to one restore.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct ImportGrant {
     pub map: Option<String>,
     /// The directory with the list of the shards that stay in the archive.
     pub places: Option<PathBuf>,
+    /// The store with the entry.
+    pub store: Option<PathBuf>,
 }
 
-/// Call before a restore. Brings the large files back into the image directory. Returns what came with them. Fails if the
-/// ticket leads nowhere.
-pub fn before_restore(images: &Path) -> io::Result<ImportGrant> {
-    if let Some(away) = beside(images).filter(|p| own_directory(p)) {
-        back(&away, images)?;
+/// Call before a restore. Puts back what a killed export left. Takes what `cryopod import` hands to this restore.
+pub fn before_restore(images: &Path) -> Result<ImportGrant, StoreError> {
+    if let Some(store) = beside(images) {
+        put_back(images, &store)?;
+        remove(&store)?;
     }
     redeem(images, Path::new(DESK))
 }
 
-/// Moves all files back, and removes the directory.
-fn back(away: &Path, images: &Path) -> io::Result<()> {
-    join(away, images)?;
-    match fs::remove_dir(away) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(fail(away, "cannot remove it")(e)),
-        _ => Ok(()),
-    }
-}
-
-fn redeem(images: &Path, desk: &Path) -> io::Result<ImportGrant> {
-    let file = images.join(TICKET);
-    let ticket = match fs::symlink_metadata(&file) {
-        Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => {
-            fs::read_to_string(&file).map_err(fail(&file, "cannot read it"))?
-        }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(ImportGrant::default()),
-        Err(e) => return Err(fail(&file, "cannot read it")(e)),
-        Ok(_) => return Err(worthless(&file)),
+fn redeem(images: &Path, desk: &Path) -> Result<ImportGrant, StoreError> {
+    let Some(reference) = Reference::open(images)?.filter(|r| r.handed) else {
+        return Ok(ImportGrant::default());
     };
-    let valid = ticket
-        .bytes()
-        .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    if !valid || !own_directory(desk) {
-        return Err(worthless(&file));
-    }
-    let link = desk.join(&ticket);
-    let away = fs::read_link(&link).map_err(|_| worthless(&file))?;
-    if !own_directory(&away) {
-        return Err(worthless(&file));
-    }
-    fs::remove_file(&link).map_err(fail(&link, "cannot remove it"))?;
-    let map = take_map(&away)?;
-    join(&away, images)?;
-    fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))?;
-    let places = away.join(VRAM_PLACES).is_file().then_some(away);
-    Ok(ImportGrant { map, places })
-}
-
-/// Reads the GPU map and removes it, so that it does not become a file of the checkpoint.
-fn take_map(away: &Path) -> io::Result<Option<String>> {
-    let path = away.join(MAP);
-    let text = match cryopod_host::files::read_bounded(&path, MAX_MAP) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        text => text.map_err(fail(&path, "cannot read it"))?,
+    let link = desk.join(&reference.id);
+    let entry = fs::read_link(&link).ok().filter(|_| own_directory(desk));
+    let Some(entry) = entry else {
+        return Ok(ImportGrant::default());
     };
-    fs::remove_file(&path).map_err(fail(&path, "cannot remove it"))?;
-    let text = String::from_utf8(text).map_err(|e| fail(&path, "no text")(io::Error::other(e)))?;
-    Ok(Some(text))
+    fs::remove_file(&link).map_err(StoreError::io(&link, "remove it"))?;
+    let path = entry.join(MAP);
+    let map = match read_bounded(&path, MAX_MAP) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        text => Some(text.and_then(|t| String::from_utf8(t).map_err(io::Error::other))),
+    };
+    Ok(ImportGrant {
+        map: map.transpose().map_err(StoreError::io(&path, "read it"))?,
+        store: entry.parent().map(Path::to_owned),
+        places: entry.join(names::VRAM_PLACES).is_file().then_some(entry),
+    })
 }
 
-fn worthless(file: &Path) -> io::Error {
-    io::Error::other(format!(
-        "{}: the large files of this checkpoint are not in it: it was made for one run of `cryopod import`, which is over; import the archive itself",
-        file.display()
-    ))
-}
-
-/// Writes a ticket into an image directory, for the directory with its other files. Dropping the ticket revokes it.
-pub fn issue(images: &Path, away: &Path) -> io::Result<Ticket> {
-    issue_at(Path::new(DESK), images, away)
-}
-
-fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(desk)
-        .map_err(fail(desk, "cannot make it"))?;
-    if !own_directory(desk) {
-        return Err(io::Error::other(format!(
-            "{}: others can write there",
-            desk.display()
-        )));
-    }
-    let mut random = [0; DIGITS / 2];
-    let source = Path::new("/dev/urandom");
-    io::Read::read_exact(
-        &mut File::open(source).map_err(fail(source, "cannot open it"))?,
-        &mut random,
-    )?;
-    let ticket: String = random.iter().map(|b| format!("{b:02x}")).collect();
-    let link = desk.join(&ticket);
-    std::os::unix::fs::symlink(std::path::absolute(away)?, &link)
-        .map_err(fail(&link, "cannot make it"))?;
-    let issued = Ticket { link };
-    let file = images.join(TICKET);
-    fs::write(&file, ticket).map_err(fail(&file, "cannot write it"))?;
-    Ok(issued)
-}
-
-/// Removes the tickets that lead below a directory that is given up because its owner was killed.
-pub fn revoke(directory: &Path) {
-    revoke_at(Path::new(DESK), directory);
-}
-
-fn revoke_at(desk: &Path, directory: &Path) {
-    for item in fs::read_dir(desk).into_iter().flatten().flatten() {
-        if fs::read_link(item.path()).is_ok_and(|to| to.starts_with(directory)) {
-            let _ = fs::remove_file(item.path());
-        }
-    }
-}
-
+/// The large files of an image directory, for one restore. Dropping it revokes that.
 #[derive(Debug)]
 pub struct Ticket {
     link: PathBuf,
+    /// The entry.
+    pub entry: PathBuf,
 }
 
 impl Ticket {
+    /// Moves the large files of an image directory into a store in a directory on the same file system. The runtime
+    /// finds them by what it returns.
+    pub fn issue(images: &Path, directory: &Path) -> Result<Self, StoreError> {
+        Self::issue_at(Path::new(DESK), images, directory)
+    }
+
+    fn issue_at(desk: &Path, images: &Path, directory: &Path) -> Result<Self, StoreError> {
+        make(desk)?;
+        let store = std::path::absolute(directory.join(names::HANDOVER))
+            .map_err(StoreError::io(directory, "find it"))?;
+        make(&store)?;
+        let id = put_into(&store, images)?.id;
+        let (link, entry) = (desk.join(&id), store.join(&id));
+        std::os::unix::fs::symlink(&entry, &link).map_err(StoreError::io(&link, "make it"))?;
+        Ok(Self { link, entry })
+    }
+
+    /// Asks for a GPU map for this restore.
+    pub fn ask_for_map(&self, map: &str) -> Result<(), StoreError> {
+        let path = self.entry.join(MAP);
+        fs::write(&path, map).map_err(StoreError::io(&path, "write it"))
+    }
+
     /// Whether a runtime has taken what it stands for.
     pub fn is_redeemed(&self) -> bool {
         fs::symlink_metadata(&self.link).is_err()
@@ -395,6 +256,19 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.link);
+    }
+}
+
+/// Removes the links that lead below a directory that is given up because its owner was killed.
+pub fn revoke(directory: &Path) {
+    revoke_at(Path::new(DESK), directory);
+}
+
+fn revoke_at(desk: &Path, directory: &Path) {
+    for item in fs::read_dir(desk).into_iter().flatten().flatten() {
+        if fs::read_link(item.path()).is_ok_and(|to| to.starts_with(directory)) {
+            let _ = fs::remove_file(item.path());
+        }
     }
 }
 

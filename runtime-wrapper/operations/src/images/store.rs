@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::store::{self, About, Found, Reference};
+use cryopod_archive::store::{self, About, Found, Reference, StoreError};
 use cryopod_archive::vram::usual_threads;
 use cryopod_host::spec::Spec;
 
@@ -19,6 +19,7 @@ use crate::config::Config;
 use crate::config::restore::Rule;
 use crate::config::store::{DEFAULT, StoreOptions, Use};
 use crate::error::Error;
+use crate::images::handover;
 use crate::request::Request;
 
 mod cleaning;
@@ -114,8 +115,18 @@ pub fn put(request: &Request<'_>, images: &Path, metadata: &Metadata, limit: Dur
         threads: usual_threads(),
         until: Instant::now().checked_add(limit),
         origin: origin.as_ref(),
+        handed: false,
     };
-    match store::put(images, directory, &about) {
+    told(images, directory, store::put(images, directory, &about));
+}
+
+/// Hands the checkpoint's large files to `cryopod export`. On failure they stay where they are, as for [`put`].
+pub fn hand_over(images: &Path, to: &Path) {
+    told(images, to, handover::put_into(to, images).map(Some));
+}
+
+fn told(images: &Path, directory: &Path, done: Result<Option<Reference>, StoreError>) {
+    match done {
         Ok(Some(reference)) => tracing::info!(
             "{}: {reference} in entry {} of the store {}",
             images.display(),
@@ -175,13 +186,21 @@ pub fn places(config: &Config) -> Result<Vec<PathBuf>, String> {
     Ok(all)
 }
 
-/// Finds an image directory's entry in a store; `None`: it has none. On error nothing was started.
-pub fn find(config: &Config, id: &str, images: &Path) -> Result<Option<Found>, Error> {
+/// Finds an image directory's entry in a configured store, or in the one that `cryopod import` hands over; `None`: it has
+/// none. On error nothing was started.
+pub fn find(
+    config: &Config,
+    id: &str,
+    images: &Path,
+    handed: Option<&Path>,
+) -> Result<Option<Found>, Error> {
     let parent = images.join(names::PARENT_LINK);
     if parent.exists() {
         whole(parent)?;
     }
-    store::find(images, &config.store.directories()).map_err(|e| refused(id, &e.to_string()))
+    let mut stores = config.store.directories();
+    stores.extend(handed.map(Path::to_owned));
+    store::find(images, &stores).map_err(|e| refused(id, &e.to_string()))
 }
 
 /// Returns the error for an image directory whose large files are in a store and whose metadata is missing.

@@ -51,7 +51,11 @@ impl OpenedCheckpoint {
         if let Some(map) = &self.handed.map {
             ctx.config.gpu.map = Some(map.clone());
         }
-        ctx.config.store.search.extend(self.handed.places.clone());
+        let handed = [&self.handed.places, &self.handed.store];
+        ctx.config
+            .store
+            .search
+            .extend(handed.into_iter().flatten().cloned());
         ctx
     }
 }
@@ -91,7 +95,7 @@ fn with_metadata(
         })?;
     }
     let handed = handover::before_restore(directory).map_err(|e| Error::Failed(e.to_string()))?;
-    let stored = store::find(&ctx.config, &inv.id, directory)?;
+    let stored = store::find(&ctx.config, &inv.id, directory, handed.store.as_deref())?;
     match (Metadata::open(directory)?, stored) {
         (Some(metadata), stored) => {
             images::no_links(directory)?;
