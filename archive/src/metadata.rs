@@ -237,6 +237,7 @@ pub struct Metadata {
 }
 
 impl Metadata {
+    /// Returns the schema that this cryopod writes, as MAJOR.MINOR.
     pub fn current_schema() -> String {
         format!("{SCHEMA_MAJOR}.{SCHEMA_MINOR}")
     }

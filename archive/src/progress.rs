@@ -28,10 +28,12 @@ impl Progress {
         self.counts.total.load(Ordering::Relaxed)
     }
 
+    /// Returns how many bytes of the source are read so far.
     pub fn done(&self) -> u64 {
         self.counts.done.load(Ordering::Relaxed)
     }
 
+    /// Returns how many bytes are written so far.
     pub fn written(&self) -> u64 {
         self.counts.written.load(Ordering::Relaxed)
     }
@@ -41,18 +43,22 @@ impl Progress {
         self.counts.cancelled.store(1, Ordering::Relaxed);
     }
 
+    /// Returns true once somebody has called [`Progress::cancel`].
     pub fn is_cancelled(&self) -> bool {
         self.counts.cancelled.load(Ordering::Relaxed) != 0
     }
 
+    /// Sets the stored bytes of the source.
     pub fn set_total(&self, bytes: u64) {
         self.counts.total.store(bytes, Ordering::Relaxed);
     }
 
+    /// Adds bytes that were read of the source.
     pub fn add_done(&self, bytes: u64) {
         self.counts.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// Adds bytes that were written.
     pub fn add_written(&self, bytes: u64) {
         self.counts.written.fetch_add(bytes, Ordering::Relaxed);
     }

@@ -223,6 +223,7 @@ impl Reference {
             .ok_or_else(|| "sizes beyond all bounds".into())
     }
 
+    /// Returns the size of all its files, in bytes.
     pub fn bytes(&self) -> u64 {
         self.files
             .iter()

@@ -25,6 +25,7 @@ pub enum Setup {
 }
 
 impl Setup {
+    /// Returns what `cryopod.json` calls it.
     pub fn label(self) -> &'static str {
         match self {
             Self::V1 => "v1",
@@ -107,6 +108,7 @@ impl Cgroups {
         Self(paths.collect())
     }
 
+    /// Returns the cgroups' directories on this host.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.0.iter().map(PathBuf::as_path)
     }

@@ -23,6 +23,7 @@ impl Host {
         Self { root: "/".into() }
     }
 
+    /// Returns a view in which `/` is this directory, for tests.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -91,6 +92,7 @@ impl Host {
     }
 }
 
+/// Returns major and minor of a device number.
 pub fn split_rdev(rdev: u64) -> (u64, u64) {
     (libc::major(rdev).into(), libc::minor(rdev).into())
 }
@@ -136,10 +138,12 @@ fn resolved(
     openat2(root, &path, how)
 }
 
+/// Reads a file of at most `limit` bytes; a larger one is an error.
 pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_bounded_from(std::fs::File::open(path)?, limit)
 }
 
+/// Reads to the end, at most `limit` bytes; more is an error.
 pub fn read_bounded_from(source: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     source.take(limit + 1).read_to_end(&mut bytes)?;

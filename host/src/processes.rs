@@ -93,6 +93,7 @@ pub struct Scan {
 }
 
 impl Scan {
+    /// Reads these processes, on several threads if there are many.
     pub fn of(host: &Host, pids: &[i32]) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         let threads = pids.len().div_ceil(PER_THREAD).min(cores).min(MAX_THREADS);
@@ -115,6 +116,7 @@ impl Scan {
         Self { processes }
     }
 
+    /// Returns the processes' ids, in this process's PID namespace.
     pub fn pids(&self) -> Vec<i32> {
         self.processes.iter().map(|p| p.pid).collect()
     }

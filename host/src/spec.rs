@@ -31,6 +31,7 @@ pub struct Spec {
 }
 
 impl Spec {
+    /// Reads the `config.json` of a bundle.
     pub fn of_bundle(bundle: &Path) -> Result<Self, SpecError> {
         let path = bundle.join("config.json");
         let read = |source| SpecError::Read {
@@ -60,6 +61,7 @@ impl Spec {
         Self { json }
     }
 
+    /// Returns the spec as it was read, with what this crate does not know.
     pub fn json(&self) -> &Value {
         &self.json
     }
@@ -79,14 +81,17 @@ impl Spec {
             .collect()
     }
 
+    /// Returns `linux.devices`. What is not of its form is left out.
     pub fn devices(&self) -> Vec<LinuxDevice> {
         self.list("/linux/devices")
     }
 
+    /// Returns `mounts`. What is not of its form is left out.
     pub fn mounts(&self) -> Vec<Mount> {
         self.list("/mounts")
     }
 
+    /// Returns `linux.resources.devices`. What is not of its form is left out.
     pub fn device_rules(&self) -> Vec<LinuxDeviceCgroup> {
         self.list("/linux/resources/devices")
     }
@@ -134,6 +139,7 @@ impl Spec {
         self.json.pointer("/linux/cgroupsPath")?.as_str()
     }
 
+    /// Returns the value of an annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.json.get("annotations")?.get(key)?.as_str()
     }
@@ -156,6 +162,7 @@ impl Spec {
         })
     }
 
+    /// Returns the spec without an annotation.
     #[must_use]
     pub fn without_annotation(mut self, key: &str) -> Self {
         if let Some(all) = self

@@ -174,6 +174,7 @@ impl ImageFile {
         })
     }
 
+    /// Returns the bytes of the file as CRIU writes them: the magic, then each message after its length.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = self.magic.clone();
         for message in &self.messages {

@@ -34,6 +34,7 @@ impl Message {
         decode(of, bytes, DecodeMode::Report, 0)
     }
 
+    /// Returns the message in protobuf's encoding, its fields in the order of their numbers.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
         self.encode_to(&mut out);
@@ -87,6 +88,7 @@ impl Message {
         self.number(name).map(|n| n as u32)
     }
 
+    /// Returns all numbers of a repeated field.
     pub fn numbers(&self, name: &str) -> impl Iterator<Item = u64> {
         self.values(name).filter_map(|v| match v {
             Value::Number(n) => Some(*n),
@@ -100,6 +102,7 @@ impl Message {
         self.numbers(name).map(|n| n as u32)
     }
 
+    /// Returns the first value of a field of bytes.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         self.values(name).find_map(|v| match v {
             Value::Bytes(bytes) => Some(&bytes[..]),
@@ -113,6 +116,7 @@ impl Message {
             .map(|b| String::from_utf8_lossy(b).into_owned())
     }
 
+    /// Returns all texts of a repeated field; bytes that are no UTF-8 are replaced.
     pub fn texts(&self, name: &str) -> impl Iterator<Item = String> {
         self.values(name).filter_map(|v| match v {
             Value::Bytes(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
@@ -120,10 +124,12 @@ impl Message {
         })
     }
 
+    /// Returns the first message of a field.
     pub fn message(&self, name: &str) -> Option<&Self> {
         self.messages(name).next()
     }
 
+    /// Returns all messages of a repeated field.
     pub fn messages(&self, name: &str) -> impl Iterator<Item = &Self> {
         self.values(name).filter_map(|v| match v {
             Value::Message(message) => Some(message),
@@ -131,6 +137,7 @@ impl Message {
         })
     }
 
+    /// Returns all messages of a repeated field, to be changed.
     pub fn messages_mut(&mut self, name: &str) -> impl Iterator<Item = &mut Self> {
         let number = self.of.field_named(name).map(|f| f.number);
         let mine = self.fields.iter_mut();
@@ -140,14 +147,17 @@ impl Message {
         })
     }
 
+    /// Returns the first message of a field, to be changed.
     pub fn message_mut(&mut self, name: &str) -> Option<&mut Self> {
         self.messages_mut(name).next()
     }
 
+    /// Returns true if the field has a value.
     pub fn has(&self, name: &str) -> bool {
         self.values(name).next().is_some()
     }
 
+    /// Sets a field, of a repeated one the first value. A name that the schema does not have changes nothing.
     pub fn set_number(&mut self, name: &str, number: u64) {
         self.set(name, Value::Number(number));
     }
@@ -162,6 +172,7 @@ impl Message {
         }
     }
 
+    /// Sets a field, of a repeated one the first value. A name that the schema does not have changes nothing.
     pub fn set_bytes(&mut self, name: &str, bytes: &[u8]) {
         self.set(name, Value::Bytes(bytes.to_owned()));
     }
@@ -175,6 +186,7 @@ impl Message {
         }
     }
 
+    /// Sets a field, of a repeated one the first value. A name that the schema does not have changes nothing.
     pub fn set_text(&mut self, name: &str, text: &str) {
         self.set(name, Value::Bytes(text.as_bytes().to_owned()));
     }
@@ -190,6 +202,7 @@ impl Message {
         }
     }
 
+    /// Removes all values of a field.
     pub fn remove(&mut self, name: &str) {
         if let Some(field) = self.of.field_named(name) {
             self.fields.retain(|(n, _)| *n != field.number);

@@ -13,6 +13,7 @@ use crate::error::Bad;
 pub struct Digest(String);
 
 impl Digest {
+    /// Returns the digest without `sha256:`, 64 hexadecimal digits.
     pub fn hex(&self) -> &str {
         &self.0
     }

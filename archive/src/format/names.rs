@@ -71,6 +71,7 @@ pub const PAGES: &str = "pages-";
 /// Prefix of the VRAM files' shards; a number and `.img` follow.
 pub const VRAM_SHARD: &str = "vram-";
 
+/// Returns the file name of a shard: `vram-0000.img`.
 pub fn vram_shard(number: usize) -> String {
     format!("{VRAM_SHARD}{number:04}.img")
 }

@@ -62,6 +62,7 @@ impl MetadataSlot {
         Ok(slot)
     }
 
+    /// Returns the path of the file until it is committed.
     pub fn partial(&self) -> &Path {
         &self.partial
     }

@@ -90,6 +90,7 @@ impl Destination {
         Ok(())
     }
 
+    /// Returns the file or directory that will be written.
     pub fn path(&self) -> &Path {
         match self {
             Self::Layout(path) | Self::Archive(path) | Self::Tar(path, _) => path,

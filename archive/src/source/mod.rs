@@ -161,6 +161,7 @@ impl Source {
         }
     }
 
+    /// Returns the OCI image, if the checkpoint is one.
     pub fn image(&self) -> Option<&Image> {
         match &self.inner {
             SourceInner::Image(image) => Some(&image.image),
@@ -168,6 +169,7 @@ impl Source {
         }
     }
 
+    /// Returns the parts of containerd's own checkpoint, if it is one.
     pub fn containerd(&self) -> Option<&ContainerdParts> {
         match &self.inner {
             SourceInner::Containerd(source) => Some(&source.parts),

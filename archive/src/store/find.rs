@@ -84,6 +84,7 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
 }
 
 impl Found {
+    /// Returns where a file of the entry is.
     pub fn path(&self, file: &Stored) -> PathBuf {
         self.entry.join(&file.name)
     }

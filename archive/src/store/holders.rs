@@ -83,6 +83,7 @@ impl Holders {
         Ok(found)
     }
 
+    /// Returns what refers to an entry.
     pub fn of(&self, entry: &StoreEntry) -> impl Iterator<Item = &Holder> {
         self.0.get(&entry.reference.id).into_iter().flatten()
     }

@@ -28,6 +28,7 @@ impl KnownOrigins {
         Some(Self { path, inode })
     }
 
+    /// Returns true if the path still leads to the directory that was recorded.
     pub fn is_there(&self) -> bool {
         inode(&self.path) == Some(self.inode)
     }

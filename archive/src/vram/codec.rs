@@ -110,6 +110,7 @@ pub fn pays(chunk: &[u8]) -> bool {
     estimate * 10 <= chunk.len() as u64 * 9
 }
 
+/// Returns true if all bytes are zero, or there are none.
 pub fn is_zero(bytes: &[u8]) -> bool {
     // Each byte is compared with the one after it, by the C library: fast in debug builds too.
     bytes

@@ -153,6 +153,7 @@ struct IndexHeader {
     parent_at: Vec<String>,
 }
 
+/// Returns how many chunks a region of this size has; the last may be shorter.
 pub fn chunks_of(bytes: u64, chunk_bytes: u32) -> u64 {
     bytes.div_ceil(u64::from(chunk_bytes))
 }
@@ -170,6 +171,7 @@ impl VramIndex {
         self.regions.iter().enumerate().find(|(_, r)| r.id == id)
     }
 
+    /// Returns the length of each chunk before compression, in bytes, in the order of the table.
     pub fn lengths(&self) -> Vec<u32> {
         let mut lengths = Vec::with_capacity(self.chunks.len());
         for region in &self.regions {
@@ -218,6 +220,7 @@ impl VramIndex {
         Ok(bytes)
     }
 
+    /// Reads and checks the table of VRAM files; `path` only appears in errors.
     pub fn read(file: &File, path: &Path) -> Result<Self, VramError> {
         let size = file
             .metadata()

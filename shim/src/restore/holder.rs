@@ -74,6 +74,7 @@ impl NamespaceHolder {
         Ok(holder)
     }
 
+    /// Returns the id of the process that holds the network namespace.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -14,6 +14,7 @@ pub struct Frame {
 }
 
 impl Frame {
+    /// Returns true for a request, false for a response or data.
     pub fn is_request(&self) -> bool {
         self.header.type_ == MESSAGE_TYPE_REQUEST
     }

@@ -68,6 +68,7 @@ fn pair(key: &str, value: &str) -> containerd_shim::protos::ttrpc::proto::KeyVal
     pair
 }
 
+/// Returns a response with an error and no payload.
 pub fn failure(code: Code, message: impl Into<String>) -> Response {
     let mut status = Status::new();
     status.set_code(code);
@@ -77,6 +78,7 @@ pub fn failure(code: Code, message: impl Into<String>) -> Response {
     response
 }
 
+/// Returns true if the response has no error.
 pub fn succeeded(response: &Response) -> bool {
     response.status().code() == Code::OK
 }

@@ -18,6 +18,7 @@ pub fn of_inventory(inventory: &[u8], criu: Option<&Criu>) -> Option<Refusal> {
     )
 }
 
+/// Refuses compressed images that this CRIU cannot read.
 pub fn refusal(is_compressed: bool, criu: &Criu) -> Option<Refusal> {
     if !is_compressed {
         return None;

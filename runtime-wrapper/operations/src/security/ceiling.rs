@@ -166,6 +166,7 @@ fn capability_set(spec: &Value, set: &str) -> u64 {
     })
 }
 
+/// Returns the name of a capability, `CAP_CHOWN` for 0.
 pub fn name(number: usize) -> String {
     match CAPABILITIES.get(number) {
         Some(name) => format!("CAP_{name}"),

@@ -177,6 +177,7 @@ impl CheckedImages {
         self.images.get(name).map_or(&[], |i| &i.messages)
     }
 
+    /// Returns the messages of an image, to be changed; none if there is no such image.
     pub fn messages_mut(&mut self, name: &str) -> &mut [Message] {
         self.images
             .get_mut(name)

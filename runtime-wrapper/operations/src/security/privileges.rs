@@ -252,6 +252,7 @@ fn left_open(found: &Privileges, given: Given<'_>) -> BTreeSet<LeftOpen> {
         .collect()
 }
 
+/// Refuses what the images would give the processes beyond the engine's spec.
 pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let mount = NAMESPACES.iter().position(|n| *n == "mount").unwrap_or(0);
     let seen: BTreeSet<u32> = found.namespaces.iter().map(|n| n.ids[mount]).collect();
