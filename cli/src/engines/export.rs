@@ -145,7 +145,13 @@ fn take(
         Some(engine) => engine,
         None => which::knows(&args.container, &args.namespace)?,
     };
-    let temp = LockedTempDir::beside(to.path(), Holds::Checkpoint)?;
+    // podman keeps a checkpoint of its own, and its file may have only a part.
+    let podman = engine == Engine::Podman;
+    let holds = match podman {
+        true => Holds::Copy,
+        false => Holds::Checkpoint,
+    };
+    let temp = LockedTempDir::beside(to.path(), holds)?;
     let image = args
         .with_image
         .then(|| image::save(args, engine, temp.path()));
@@ -166,6 +172,7 @@ fn take(
         let before = taken.source.clone();
         match image::add(taken, image, temp.path()) {
             Ok(with_image) => taken = with_image,
+            Err(e) if podman => return Err(podmans(e, args)),
             Err(e) => {
                 let name = before.file_name().unwrap_or_default();
                 let name = name.to_string_lossy().into_owned();
@@ -178,7 +185,6 @@ fn take(
         .source
         .file_name()
         .map(|n| n.to_string_lossy().into_owned());
-    let mut handed = false;
     let packed = Source::open(&taken.source)
         .map_err(anyhow::Error::from)
         .and_then(|source| {
@@ -195,27 +201,20 @@ fn take(
             };
             let threads = how.threads();
             let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
-            handed = stored.reference.handed;
-            if handed {
+            if stored.reference.handed {
                 steps.done("podman's file, without the large files");
-                return how.write("export", &whole, to, extra);
             }
             let packed = how.write("export", &whole, to, extra)?;
-            // Nothing else refers to it.
-            if let Err(e) = fs::remove_dir_all(&stored.entry) {
+            // Nothing else refers to it, but podman's own checkpoint.
+            if !podman && let Err(e) = fs::remove_dir_all(&stored.entry) {
                 tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());
             }
             Ok(packed)
         });
     steps.done("pack");
-    if handed {
-        // podman's file has not all of it, but podman's own checkpoint has.
+    if podman {
         drop(taken.request);
-        return match packed {
-            Ok(_) => Ok(ExitCode::SUCCESS),
-            Err(e) if podman::has_checkpoint(&args.container) => Err(podmans(e, args)),
-            Err(e) => Err(e),
-        };
+        return packed.map_or_else(|e| Err(podmans(e, args)), |_| Ok(ExitCode::SUCCESS));
     }
     let again = format!("cryopod pack PATH -o {}", args.output);
     keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
@@ -240,7 +239,7 @@ fn keep_if_last(
     if engine == Engine::Containerd || !interrupted && (args.leave_running || runs()) {
         return error;
     }
-    if engine == Engine::Podman && podman::has_checkpoint(&args.container) {
+    if engine == Engine::Podman {
         return podmans(error, args);
     }
     if fs::read_dir(temp.path()).is_ok_and(|mut items| items.next().is_none()) {
@@ -254,7 +253,11 @@ fn keep_if_last(
     ))
 }
 
+/// Adds how podman's own checkpoint is restored, if the container does not run and has one.
 fn podmans(error: anyhow::Error, args: &Args) -> anyhow::Error {
+    if !podman::has_checkpoint(&args.container) {
+        return error;
+    }
     error.context(format!(
         "the container was checkpointed and does not run; go on with: podman container restore {}",
         args.container
