@@ -85,7 +85,7 @@ answering() {
 }
 
 serving() { # RUNTIME LAYERS WIDTH LABEL: a server that is asked all the time: checkpoints that leave it running, suspend, one that ends it
-    local label=$4 n from took usual slowest said step one all='[]' args back command
+    local label=$4 n from took usual slowest said step one all='[]' args back command id metadata dir=/var/lib/containers/serving
     [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$1"
     if [ -n "$sim" ]; then
@@ -97,22 +97,27 @@ serving() { # RUNTIME LAYERS WIDTH LABEL: a server that is asked all the time: c
         gpu+=(--shm-size 2g "${torch_env[@]}")
         command=("$python" /work/serve.py 1000000 unix "$2" "$3")
     fi
-    pod run -d --name server "${annotations[@]}" "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
+    mkdir -p "$dir"
+    pod run -d --name server "${annotations[@]}" --annotation dev.cryopod.parent=auto "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
     wait_for more_lines server 60 || { podman logs server | tail -n 5 && return 1; }
+    id=$(podman inspect --format '{{.Id}}' server)
     n=$(lines server)
     sleep 3
     usual=$(answering "/logs/$label.out" "$n") || return
-    for step in running running suspend suspend end; do
-        n=$(lines server)
+    for step in first second suspend suspend end; do
+        n=$(lines server) metadata=$dir/$step/cryopod.json
         case $step in
-            running) args=(podman --runtime cryopod-runtime container checkpoint --leave-running --keep server) ;;
+            first | second) args=(cryopod-runtime checkpoint --leave-running --image-path "$dir/$step" --work-path /logs "$id") ;;
             suspend) args=(cryopod suspend server) ;;
             end) args=(podman --runtime cryopod-runtime container checkpoint --keep server) ;;
         esac
         from=$(now)
         "${args[@]}" > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs server "$label" && return 1; }
         took=$(since "$from")
-        [ "$step" = suspend ] || keep_logs server "$label"
+        case $step in
+            end) keep_logs server "$label" && metadata=/logs/$label.cryopod.json ;;
+            first | second) mv /logs/dump.log "/logs/$label.dump.log" ;;
+        esac
         from=$(now)
         case $step in
             suspend) cryopod resume server >> "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; } ;;
@@ -121,7 +126,7 @@ serving() { # RUNTIME LAYERS WIDTH LABEL: a server that is asked all the time: c
         back=$(since "$from")
         wait_for more_lines server $((n + 100)) || return
         slowest=$(answering "/logs/$label.out" "$n") || return
-        said=$([ "$step" = suspend ] || jq -c '{timings, vram: .gpu.vram}' "/logs/$label.cryopod.json")
+        said=$([ "$step" = suspend ] || jq -c '{timings, vram: .gpu.vram}' "$metadata")
         case $step in
             suspend) say "$label: $(paste -s -d ' ' "/logs/$label.said")" ;;
             *) grep -h 'cryopod: ' "/logs/$label.dump.log" | sed "s/^/gpu-test: $label: /" || true ;;
@@ -131,6 +136,14 @@ serving() { # RUNTIME LAYERS WIDTH LABEL: a server that is asked all the time: c
         say "$label: $one"
         all=$(jq -c --argjson one "$one" '. + [$one]' <<< "$all")
     done
+    # What is not in the second checkpoint comes from the first.
+    n=$(lines server)
+    podman kill server > /dev/null && wait_for state_is server exited || return
+    rm -rf "$(static_dir server)/checkpoint" && ln -s "$dir/second" "$(static_dir server)/checkpoint"
+    pod container restore --keep server > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }
+    wait_for more_lines server $((n + 60)) || return
+    answering "/logs/$label.out" "$n" > /dev/null || return
+    podman kill server > /dev/null && rm -r "$(static_dir server)/checkpoint" "$dir"
     result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson usual "$usual" --argjson steps "$all" \
         --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson n "$(lines server)" \
         '{case: $case, ok: true, runtime: $runtime, slowest_without_s: $usual, steps: $steps, answers: $n, info: $info}')"

@@ -114,9 +114,16 @@ pub struct VramFacts {
     pub same: usize,
     /// Chunks that are the same as one of the parent checkpoint.
     pub parent: usize,
+    /// Zeros, and chunks of the parent's, that stayed on the GPU: it has made their digests.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub not_copied: usize,
     /// Digest of the parent's table, if there are such chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_digest: Option<String>,
+}
+
+fn is_none(count: &usize) -> bool {
+    *count == 0
 }
 
 impl VramFacts {

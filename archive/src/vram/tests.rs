@@ -430,6 +430,7 @@ proptest! {
         order in Just(vec![0usize, 1, 2]).prop_shuffle(),
         with_parent: bool,
         settled: bool,
+        by_digests: bool,
     ) {
         let dir = TempDir::new().unwrap();
         let parent = with_parent.then(|| {
@@ -453,15 +454,37 @@ proptest! {
 
         let options = options(Codec::Auto);
         let mut writer = Writer::new(&images, &options, parent.as_ref(), &NEVER);
-        let taken: Vec<OnceLock<Ahead<'_>>> = (early.iter().zip(&late))
-            .map(|(bytes, late)| Ahead { bytes, complete: settled && bytes == late }.into())
+        // Of memory whose digests others have made, what is not needed is not there.
+        let (mut given, mut digests) = (late.clone(), Vec::new());
+        for (m, bytes) in given.iter_mut().enumerate() {
+            let made = OnceLock::new();
+            if by_digests && settled && early.get(m) == late.get(m) {
+                let whole = bytes.chunks_exact_mut(MIN_CHUNK as usize);
+                let all: Vec<ChunkDigest> = whole.map(|chunk| ChunkDigest::of(chunk)).collect();
+                let needed = Writer::needed(&options, parent.as_ref(), &all);
+                for (chunk, needed) in bytes.chunks_exact_mut(MIN_CHUNK as usize).zip(needed) {
+                    if !needed {
+                        chunk.fill(0);
+                    }
+                }
+                made.set(all).unwrap();
+            }
+            digests.push(made);
+        }
+        let taken: Vec<OnceLock<Ahead<'_>>> = (early.iter().zip(&late).zip(&given).zip(&digests))
+            .map(|(((bytes, late), given), digests)| {
+                let complete = settled && bytes == late;
+                let bytes = if complete { given } else { bytes };
+                let digests = complete.then_some(digests);
+                Ahead { bytes, complete, digests }.into()
+            })
             .collect();
         let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
         writer.ahead(&taken, &filled[..taken.len()], &AtomicBool::new(true)).unwrap();
         let names = ["a", "b", "c"];
         let sources: Vec<MemorySource<'_>> = order
             .iter()
-            .map(|m| MemorySource { id: names[*m], bytes: &late[*m] })
+            .map(|m| MemorySource { id: names[*m], bytes: &given[*m] })
             .collect();
         let ahead: Vec<Option<usize>> =
             order.iter().map(|m| (*m < early.len()).then_some(*m)).collect();
@@ -486,9 +509,42 @@ fn a_writer_that_has_not_finished_leaves_nothing() {
     let taken = Ahead {
         bytes: &bytes,
         complete: false,
+        digests: None,
     };
     writer.ahead(&[taken.into()], &filled, &over).unwrap();
     assert!(dir.path().join(names::vram_shard(0)).exists());
     drop(writer);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn bytes_that_are_not_what_their_digest_says_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let options = options(Codec::None);
+    let size = MIN_CHUNK as usize;
+    let right = noise(size, 5);
+    // One that is compared, and one that is missing.
+    for (first, second) in [
+        (noise(size, 6), right.clone()),
+        (right.clone(), vec![0; size]),
+    ] {
+        let digest = ChunkDigest::of(&right);
+        let digests = OnceLock::from(vec![digest, ChunkDigest::of(&noise(size, 7))]);
+        let other = [first, second].concat();
+        let mut writer = Writer::new(dir.path(), &options, None, &NEVER);
+        let taken = Ahead {
+            bytes: &other,
+            complete: true,
+            digests: Some(&digests),
+        };
+        let filled = [AtomicUsize::new(0)];
+        let over = AtomicBool::new(true);
+        writer.ahead(&[taken.into()], &filled, &over).unwrap();
+        let sources = [MemorySource {
+            id: "a",
+            bytes: &other,
+        }];
+        let refused = writer.finish(&sources, &[Some(0)]).unwrap_err();
+        assert!(refused.to_string().contains("digest"), "{refused}");
+    }
 }

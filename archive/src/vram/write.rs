@@ -24,6 +24,8 @@ use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, run_on, usual_threads};
 const RUN: usize = 8;
 /// With less work than this, a thread costs more than it gains.
 const MIN_PER_THREAD: usize = 16 << 20;
+/// Of so many chunks whose digests others have made, one is hashed here, too.
+const COMPARED: u64 = 64;
 /// How often a thread looks for more that has been filled.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -62,6 +64,9 @@ pub struct Ahead<'a> {
     pub bytes: &'a [u8],
     /// It changes no more: what is written of it needs no second look.
     pub complete: bool,
+    /// Its chunks' digests, if they are made elsewhere, before any of it is filled. Chunks that are not
+    /// [needed](Writer::needed) may then be missing. Only for memory that is complete.
+    pub digests: Option<&'a OnceLock<Vec<ChunkDigest>>>,
 }
 
 /// A buffer to write. Its contents must not change during the write: a changed chunk would not match its digest.
@@ -115,6 +120,11 @@ pub struct Writer<'a> {
     ahead: Vec<Vec<Option<Chunk>>>,
     /// Which memory was complete then.
     settled: Vec<bool>,
+    /// The digests of each memory that others have made.
+    digests: Vec<Vec<ChunkDigest>>,
+    /// The digest of a whole chunk of zeros.
+    zeros: OnceLock<ChunkDigest>,
+    not_copied: AtomicUsize,
     complete: bool,
 }
 
@@ -147,8 +157,29 @@ impl<'a> Writer<'a> {
             open: Mutex::default(),
             ahead: Vec::new(),
             settled: Vec::new(),
+            digests: Vec::new(),
+            zeros: OnceLock::new(),
+            not_copied: AtomicUsize::new(0),
             complete: false,
         }
+    }
+
+    /// Returns for each of these whole chunks whether its bytes are needed: neither zeros are, nor what the parent has.
+    pub fn needed(
+        options: &WriteOptions,
+        parent: Option<&Vram>,
+        digests: &[ChunkDigest],
+    ) -> Vec<bool> {
+        let size = options.chunk_bytes as usize;
+        let known = known_of(parent.filter(|vram| vram.index.chunk_bytes == options.chunk_bytes));
+        let zeros = ChunkDigest::of(&vec![0; size]);
+        let needed = |digest: &ChunkDigest| {
+            *digest != zeros
+                && known
+                    .get(digest)
+                    .is_none_or(|(_, _, length)| *length != size)
+        };
+        digests.iter().map(needed).collect()
     }
 
     /// Writes memory while another program fills it, until `over`. A memory that is not set yet may come later; those
@@ -177,6 +208,10 @@ impl<'a> Writer<'a> {
             *from += RUN;
             Some((m, ahead, *from - RUN))
         };
+        let digest_of = |ahead: &Ahead<'_>, i: usize| {
+            let digests = ahead.digests.and_then(OnceLock::get);
+            digests.and_then(|digests| digests.get(i)).copied()
+        };
         self.on_threads(usize::MAX, &|encoder, own| {
             let mut copy = vec![0; size];
             loop {
@@ -195,7 +230,8 @@ impl<'a> Writer<'a> {
                         copy.copy_from_slice(piece);
                         piece = &copy;
                     }
-                    let row = self.chunk(place_ahead(m, i), piece, encoder, own)?;
+                    let digest = digest_of(ahead, i);
+                    let row = self.chunk(place_ahead(m, i), piece, digest, encoder, own)?;
                     let mut rows = lock(&rows);
                     if rows[m].is_empty() {
                         rows[m].resize(ahead.bytes.len().div_ceil(size), None);
@@ -206,7 +242,9 @@ impl<'a> Writer<'a> {
         })?;
         self.ahead = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
         let there = memory.iter().map_while(OnceLock::get);
-        self.settled = there.map(|m| m.complete).collect();
+        self.settled = there.clone().map(|m| m.complete).collect();
+        let digests = there.map(|m| m.digests.and_then(OnceLock::get).cloned());
+        self.digests = digests.map(Option::unwrap_or_default).collect();
         Ok(())
     }
 
@@ -223,6 +261,7 @@ impl<'a> Writer<'a> {
         let known = self.known_of_parent();
         let mut rows = self.translated(sources, memory, size);
         let settled = self.settled(sources, memory, size);
+        let digests = self.digests(sources, memory, size);
         let (ahead, changed) = self.drop_changed(&pieces, &settled, &mut rows)?;
         self.known = Mutex::new(known);
         lock(&self.known).extend(rows.iter().enumerate().filter_map(|(number, row)| {
@@ -249,7 +288,8 @@ impl<'a> Writer<'a> {
                 }
                 let mut done = [Chunk::ZERO; RUN];
                 for (row, number) in done.iter_mut().zip(run) {
-                    *row = self.chunk(*number as u64, pieces[*number], encoder, own)?;
+                    let (piece, digest) = (pieces[*number], digests[*number]);
+                    *row = self.chunk(*number as u64, piece, digest, encoder, own)?;
                 }
                 let mut table = lock(&table);
                 for (row, number) in done.iter().zip(run) {
@@ -280,7 +320,10 @@ impl<'a> Writer<'a> {
         self.shards.put(&mut index)?;
         self.complete = true;
         Ok(Written {
-            facts: VramFacts::of(&index),
+            facts: VramFacts {
+                not_copied: self.not_copied.load(Relaxed),
+                ..VramFacts::of(&index)
+            },
             ahead,
             changed,
             write_us,
@@ -295,6 +338,11 @@ impl<'a> Writer<'a> {
         }
     }
 
+    fn zeros(&self) -> ChunkDigest {
+        let size = self.options.chunk_bytes as usize;
+        *self.zeros.get_or_init(|| ChunkDigest::of(&vec![0; size]))
+    }
+
     fn check_cancelled(&self) -> Result<(), VramError> {
         match self.cancel.load(Relaxed) || self.failed.load(Relaxed) {
             true => Err(VramError::Cancelled),
@@ -303,16 +351,7 @@ impl<'a> Writer<'a> {
     }
 
     fn known_of_parent(&self) -> HashMap<ChunkDigest, (ChunkKind, u64, usize)> {
-        let chunks = self.parent.into_iter().flat_map(|vram| {
-            let all = vram.index.chunks.iter().zip(vram.index.lengths());
-            all.enumerate()
-                .filter(|(_, (c, _))| c.kind != ChunkKind::Zero)
-        });
-        chunks
-            .map(|(i, (chunk, length))| {
-                (chunk.digest, (ChunkKind::Parent, i as u64, length as usize))
-            })
-            .collect()
+        known_of(self.parent)
     }
 
     /// What was written ahead, by the numbers of the sources' chunks.
@@ -368,6 +407,23 @@ impl<'a> Writer<'a> {
         each.flat_map(|(s, source)| {
             let count = source.bytes.len().div_ceil(size);
             std::iter::repeat_n(of(s).unwrap_or(false), count)
+        })
+        .collect()
+    }
+
+    /// For each of the sources' chunks its digest, if others have made it.
+    fn digests(
+        &self,
+        sources: &[MemorySource<'_>],
+        memory: &[Option<usize>],
+        size: usize,
+    ) -> Vec<Option<ChunkDigest>> {
+        let each = sources.iter().enumerate();
+        each.flat_map(|(s, source)| {
+            let number = memory.get(s).copied().flatten();
+            let made = number.and_then(|m| self.digests.get(m));
+            let count = source.bytes.len().div_ceil(size);
+            (0..count).map(move |i| made.and_then(|made| made.get(i)).copied())
         })
         .collect()
     }
@@ -442,16 +498,25 @@ impl<'a> Writer<'a> {
         &self,
         number: u64,
         piece: &[u8],
+        made: Option<ChunkDigest>,
         encoder: &mut Encoder,
         own: &mut Own,
     ) -> Result<Chunk, VramError> {
-        if is_zero(piece) {
-            return Ok(Chunk::ZERO);
-        }
-        let digest = ChunkDigest::of(piece);
+        let digest = match made {
+            Some(digest) if digest == self.zeros() => {
+                self.not_copied.fetch_add(1, Relaxed);
+                return Ok(Chunk::ZERO);
+            }
+            Some(digest) => digest,
+            None if is_zero(piece) => return Ok(Chunk::ZERO),
+            None => ChunkDigest::of(piece),
+        };
         let mut known = lock(&self.known);
         match known.get(&digest) {
             Some((kind, place, length)) if *length == piece.len() => {
+                if made.is_some() && *kind == ChunkKind::Parent {
+                    self.not_copied.fetch_add(1, Relaxed);
+                }
                 return Ok(Chunk {
                     kind: *kind,
                     place: *place,
@@ -462,6 +527,12 @@ impl<'a> Writer<'a> {
             _ => known.insert(digest, (ChunkKind::Same, number, piece.len())),
         };
         drop(known);
+        let compared = number.is_multiple_of(COMPARED) && ChunkDigest::of(piece) != digest;
+        if made.is_some() && (compared || is_zero(piece)) {
+            return Err(VramError::Invalid(
+                "a chunk is not what the GPU has made its digest of".into(),
+            ));
+        }
         let (kind, stored) = encoder.encode(piece);
         let (shard, place) = self.shards.append(own, stored)?;
         Ok(Chunk {
@@ -472,6 +543,17 @@ impl<'a> Writer<'a> {
             digest,
         })
     }
+}
+
+fn known_of(parent: Option<&Vram>) -> HashMap<ChunkDigest, (ChunkKind, u64, usize)> {
+    let chunks = parent.into_iter().flat_map(|vram| {
+        let all = vram.index.chunks.iter().zip(vram.index.lengths());
+        all.enumerate()
+            .filter(|(_, (c, _))| c.kind != ChunkKind::Zero)
+    });
+    chunks
+        .map(|(i, (chunk, length))| (chunk.digest, (ChunkKind::Parent, i as u64, length as usize)))
+        .collect()
 }
 
 /// The place of a chunk that is written ahead, until the number of all chunks is known.

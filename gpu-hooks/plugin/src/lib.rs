@@ -234,7 +234,11 @@ extern "C" fn pause(pid: c_int) -> c_int {
 
 extern "C" fn checkpoint(_pid: c_int) -> c_int {
     hook("checkpoint", |work| match work {
-        Work::Dump(dump) => dump.checkpoint().map(|()| NOT_MINE),
+        Work::Dump(dump) => {
+            dump.checkpoint()?;
+            criu::log_no_details();
+            Ok(NOT_MINE)
+        }
         _ => Ok(NOT_MINE),
     })
 }

@@ -219,6 +219,7 @@ impl<'a> Growing<'a> {
         let ahead = Ahead {
             bytes,
             complete: true,
+            digests: None,
         };
         if slot.set(ahead).is_ok() {
             self.files.push(pages);

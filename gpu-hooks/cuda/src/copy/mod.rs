@@ -9,6 +9,7 @@ mod gpus;
 mod pipeline;
 mod ring;
 
+pub use digest::Digest;
 pub use gpus::Gpus;
 
 use self::pipeline::{Block, Host};
@@ -326,7 +327,17 @@ impl Copier {
         way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
-        let front = Mutex::new(Front::new(memory.len()));
+        let mut front = Front::new(memory.len());
+        let mut at = 0;
+        for range in ranges {
+            let [start, end] = [range.start, range.end]
+                .map(|end| usize::try_from(end).unwrap_or(usize::MAX).min(memory.len()));
+            if at < start {
+                front.advance(at, start - at);
+            }
+            at = at.max(end);
+        }
+        let front = Mutex::new(front);
         let mut by_device: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
         for piece in pieces {
             let (offset, bytes) = piece.place();

@@ -13,7 +13,7 @@ mod held;
 use self::ahead::Ahead;
 use self::held::{Held, Room};
 use super::{Library, size};
-use crate::copy::{Gpus, Imported, Piece, Way};
+use crate::copy::{Copier, Digest, Gpus, Imported, Piece, Way};
 use crate::gpus::gpu::GpuUuid;
 use crate::inject::Descriptor;
 use crate::messages::protocol::{
@@ -79,6 +79,8 @@ struct Later {
     threads: usize,
     /// What the buffer lacks.
     ranges: Vec<Range<u64>>,
+    /// The size of the chunks in which it is written, if that is known.
+    chunk: Option<u32>,
 }
 
 /// Memory that has been taken out of a process, as far as it has been copied.
@@ -187,10 +189,11 @@ impl Preloads {
         files: &Arc<VramFiles>,
     ) -> Result<TakenOut, DriverError> {
         let joining = files.joining(write);
+        let chunk = write.map(|to| to.config.chunk_bytes);
         drop(self.promised().remove(&pid));
         let ahead = self.ahead().remove(&pid);
         let in_vain = ahead.as_ref().map(|ahead| ahead.buffer.id);
-        let taken = self.take_out_of(pid, threads, limit, hold, joining, ahead, files);
+        let taken = self.take_out_of(pid, threads, limit, hold, chunk, joining, ahead, files);
         // A process that could not be given its memory back still needs the buffer.
         if let Some(buffer) = in_vain.filter(|_| !self.is_out(pid)) {
             give_up(buffer, files);
@@ -208,6 +211,7 @@ impl Preloads {
         threads: usize,
         limit: Duration,
         hold: Hold,
+        chunk: Option<u32>,
         joining: Joining<'_>,
         ahead: Option<Ahead>,
         files: &Arc<VramFiles>,
@@ -263,6 +267,7 @@ impl Preloads {
                     _room: room,
                     threads,
                     ranges,
+                    chunk,
                 }),
             };
             self.out().insert(pid, out);
@@ -506,8 +511,20 @@ impl Preloads {
                     let memory = map.bytes_mut().map_err(|error| told(&error))?;
                     let filled = |bytes| files.has_filled(buffer, bytes);
                     let copier = own.gpus.copier()?;
+                    let chunk = later.chunk.filter(|chunk| *chunk <= ahead::MAX_CHUNK);
+                    let needed = chunk.map(|chunk| {
+                        needed(copier, &pieces, bytes, u64::from(chunk), buffer, &files)
+                    });
+                    let ranges = match needed {
+                        Some(Ok(ranges)) => ranges,
+                        Some(Err(error)) => {
+                            tracing::info!("all is copied: {error}");
+                            later.ranges
+                        }
+                        None => later.ranges,
+                    };
                     let (way, threads) = (Way::Out(&filled), later.threads);
-                    copier.copy_ranges(&pieces, &later.ranges, memory, way, threads)
+                    copier.copy_ranges(&pieces, &ranges, memory, way, threads)
                 };
                 match copied() {
                     Ok(()) => files.is_complete(buffer),
@@ -590,6 +607,50 @@ fn fill_while_allocating(
             .unwrap_or_else(|_| Err(failed(ErrorKind::Driver, "a thread died")));
         filled.and(asked)
     })
+}
+
+/// Returns the ranges of these pieces that their writer needs: not those whose contents it has, by the digests that the GPU
+/// makes.
+///
+/// # Errors
+/// What is needed cannot be told.
+fn needed(
+    copier: &Copier,
+    pieces: &[Imported],
+    bytes: u64,
+    chunk: u64,
+    buffer: u64,
+    files: &VramFiles,
+) -> Result<Vec<Range<u64>>, DriverError> {
+    let mut digests = copier.digests(pieces, chunk)?;
+    digests.sort_unstable_by_key(|(place, _)| *place);
+    let places = (0..bytes).step_by(usize::try_from(chunk).unwrap_or(usize::MAX));
+    if !bytes.is_multiple_of(chunk) || !digests.iter().map(|(place, _)| *place).eq(places) {
+        return Err(failed(ErrorKind::Vram, "some of it is elsewhere"));
+    }
+    let digests: Vec<Digest> = digests.into_iter().map(|(_, digest)| digest).collect();
+    let runs = files.needed(buffer, &digests)?;
+    if runs
+        .iter()
+        .try_fold(0, |sum: u64, run| sum.checked_add(*run))
+        != Some(digests.len() as u64)
+    {
+        return Err(failed(
+            ErrorKind::Vram,
+            "the writer has told of other chunks",
+        ));
+    }
+    let mut at = 0;
+    let ranges = runs.iter().map(|run| {
+        let from = at;
+        at += run * chunk;
+        from..at
+    });
+    let ranges: Vec<Range<u64>> = ranges.step_by(2).collect();
+    Ok(ranges
+        .into_iter()
+        .filter(|range| !range.is_empty())
+        .collect())
 }
 
 /// Ends the writing of a buffer whose memory the process keeps.

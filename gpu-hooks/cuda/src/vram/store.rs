@@ -40,6 +40,8 @@ struct Inner {
     /// [`super::userfault::DEVICE`], for the plugin.
     userfault: Option<File>,
     work: Work,
+    /// What a writer has said it needs of a buffer: `Said::Needed`.
+    needed: BTreeMap<u64, Vec<u64>>,
     /// How many end the work: until they have, none begins.
     ending: usize,
     together: Together,
@@ -225,6 +227,7 @@ impl VramFiles {
         inner.buffers.clear();
         inner.places.clear();
         inner.read.clear();
+        inner.needed.clear();
         inner.together = Together::default();
         drop(inner);
         self.reserve.clear();

@@ -91,6 +91,12 @@ pub enum Progress {
         memory: usize,
         bytes: u64,
     },
+    /// The digests of all chunks of one of the job's memories, in this file: the GPU has made them. Answered with
+    /// [`Said::Needed`].
+    Digests {
+        memory: usize,
+        path: PathBuf,
+    },
     Complete(Complete),
 }
 
@@ -148,11 +154,16 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
 /// A line of a worker's.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Said {
+pub(super) enum Said {
     /// So many bytes from the start of a memory, by its number in the job, have been read and checked.
     Read {
         memory: usize,
         bytes: u64,
+    },
+    /// Runs of a memory's chunks, by turns of those that are needed and of those that are not.
+    Needed {
+        memory: usize,
+        runs: Vec<u64>,
     },
     Done(Result<VramDone, String>),
 }
@@ -163,16 +174,16 @@ fn say(said: &Said) -> std::io::Result<()> {
     std::io::stdout().lock().write_all(&line)
 }
 
-/// Waits for a worker's end. Calls `read` with the number of a memory and how many bytes from its start have been read.
-pub fn finish(mut child: Child, mut read: impl FnMut(usize, u64)) -> Result<VramDone, String> {
+/// Waits for a worker's end, and calls `heard` with what it says before that.
+pub(super) fn finish(mut child: Child, mut heard: impl FnMut(Said)) -> Result<VramDone, String> {
     let mut done = None;
     if let Some(stdout) = child.stdout.take() {
         let mut stdout = BufReader::new(stdout);
         let mut line = Vec::new();
         while let Ok(1..) = stdout.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
             match serde_json::from_slice(&line) {
-                Ok(Said::Read { memory, bytes }) => read(memory, bytes),
                 Ok(Said::Done(result)) => done = Some(result),
+                Ok(said) => heard(said),
                 Err(_) => break,
             }
             line.clear();
@@ -275,9 +286,13 @@ fn write(
     let mut writer = Writer::new(dir, options, parent, &never);
     let complete: Complete = {
         let maps = maps(filling)?;
-        let ahead = filling.iter().zip(&maps).map(|(memory, map)| Ahead {
+        let digests: Vec<OnceLock<Vec<ChunkDigest>>> =
+            filling.iter().map(|_| OnceLock::new()).collect();
+        let ahead = filling.iter().zip(&maps).zip(&digests);
+        let ahead = ahead.map(|((memory, map), digests)| Ahead {
             bytes: map.bytes(),
             complete: matches!(memory.state, State::Filling | State::Complete),
+            digests: (memory.state == State::Filling).then_some(digests),
         });
         let memory: Vec<Ahead<'_>> = ahead.collect();
         let all_there: Vec<OnceLock<_>> = memory.iter().copied().map(OnceLock::from).collect();
@@ -291,7 +306,18 @@ fn write(
             let over = &over;
             scope.spawn(move || filling::watch(&bytes, &fronts, over));
             let ahead = scope.spawn(|| writer.ahead(&all_there, &filled, over));
-            let complete = told_complete(&filled);
+            let complete = told_complete(&filled, |number, path| {
+                let (Some(memory), Some(made)) = (filling.get(number), digests.get(number)) else {
+                    return Ok(());
+                };
+                let read = read_digests(path, memory.bytes / u64::from(options.chunk_bytes.max(1)));
+                let read = read.map_err(|error| format!("the digests of the GPU's: {error}"))?;
+                let needed = Writer::needed(options, parent, &read);
+                let _ = made.set(read);
+                let runs = runs(&needed);
+                let memory = number;
+                say(&Said::Needed { memory, runs }).map_err(|error| error.to_string())
+            });
             over.store(true, Relaxed);
             let ahead = ahead.join().map_err(|_| "a thread died")?;
             ahead.map_err(failed)?;
@@ -321,11 +347,43 @@ fn filled_so_far(memory: &Memory) -> AtomicUsize {
     })
 }
 
-/// Notes how far memory is filled, until all is complete.
-fn told_complete(filled: &[AtomicUsize]) -> Result<Complete, String> {
+/// Reads so many digests.
+fn read_digests(path: &Path, count: u64) -> std::io::Result<Vec<ChunkDigest>> {
+    let mut digests = Vec::new();
+    let mut file = BufReader::new(File::open(path)?);
+    for _ in 0..count {
+        let mut digest = ChunkDigest::default();
+        file.read_exact(&mut digest.0)?;
+        digests.push(digest);
+    }
+    Ok(digests)
+}
+
+/// Returns the lengths of runs, of needed and not needed chunks by turns.
+fn runs(needed: &[bool]) -> Vec<u64> {
+    let mut runs = vec![0];
+    let mut now = true;
+    for one in needed {
+        if *one != now {
+            now = *one;
+            runs.push(0);
+        }
+        if let Some(last) = runs.last_mut() {
+            *last += 1;
+        }
+    }
+    runs
+}
+
+/// Notes how far memory is filled, until all is complete. Calls `digests` with what it is told of those.
+fn told_complete(
+    filled: &[AtomicUsize],
+    digests: impl Fn(usize, &Path) -> Result<(), String>,
+) -> Result<Complete, String> {
     loop {
         match told()? {
             Progress::Complete(complete) => return Ok(complete),
+            Progress::Digests { memory, path } => digests(memory, &path)?,
             Progress::Filled { memory, bytes } => {
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 if let Some(filled) = filled.get(memory) {

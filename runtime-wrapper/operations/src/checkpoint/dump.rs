@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ffi::OsString;
 use std::fs::File;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use cryopod_amd::image::Images;
@@ -349,14 +350,34 @@ const STOPPED_STAGE: &str = "network-lock";
 const LAST_STAGE: &str = "post-dump";
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
 
+/// Files that are written to the disk at once: one write of the file system's journal serves many.
+const SYNCED_AT_ONCE: usize = 16;
+
 /// Writes the files of a directory to the disk.
 fn synced(directory: &Path) -> std::io::Result<()> {
+    let mut files = Vec::new();
     for file in std::fs::read_dir(directory)? {
         let file = file?;
         if file.file_type()?.is_file() {
-            File::open(file.path())?.sync_all()?;
+            files.push(file.path());
         }
     }
+    let next = AtomicUsize::new(0);
+    let sync = || {
+        while let Some(file) = files.get(next.fetch_add(1, Relaxed)) {
+            File::open(file)?.sync_all()?;
+        }
+        std::io::Result::Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..SYNCED_AT_ONCE.min(files.len()))
+            .map(|_| scope.spawn(sync))
+            .collect();
+        threads.into_iter().try_for_each(|thread| {
+            let died = |_| Err(std::io::Error::other("a thread died"));
+            thread.join().unwrap_or_else(died)
+        })
+    })?;
     File::open(directory)?.sync_all()
 }
 

@@ -51,9 +51,10 @@ glibc_image() {
     cp -L /lib64/ld-linux-x86-64.so.2 /tmp/glibc/lib64/
     tar -C /tmp/glibc -c . | pod import -q - localhost/glibc > /dev/null
 }
+extra=() # further options of run_rootfs
 run_rootfs() { # ARG-OF-THE-PROGRAM...
     local options && mapfile -t options < <(given)
-    pod create --name job --annotation "$on" "${options[@]}" localhost/glibc "/cusim/$program" "$@" > /dev/null
+    pod create --name job --annotation "$on" "${extra[@]}" "${options[@]}" localhost/glibc "/cusim/$program" "$@" > /dev/null
     pod start job > /dev/null
     wait_for ticked 3
 }

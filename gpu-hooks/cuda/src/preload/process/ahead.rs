@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Largest chunk whose digest can be made: all pieces can be divided into such.
-const MAX_CHUNK: u32 = 2 << 20;
+pub(super) const MAX_CHUNK: u32 = 2 << 20;
 /// How long the library may take to export its pieces.
 const EXPORT: Duration = Duration::from_secs(30);
 

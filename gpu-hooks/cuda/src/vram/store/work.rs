@@ -1,14 +1,17 @@
 //! The worker that writes and reads the VRAM files: its start, its end, and what it is told meanwhile.
 
 use super::{VramFiles, directory, failed, refused};
+use crate::copy::Digest;
 use crate::messages::protocol::{DriverError, ErrorKind, WriteTo};
-use crate::vram::worker::{self, Complete, Job, Memory, Progress, State};
+use crate::vram::memory;
+use crate::vram::worker::{self, Complete, Job, Memory, Progress, Said, State};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
 use cryopod_host::pidfd;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
 use std::sync::{Arc, PoisonError, mpsc};
@@ -16,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// How long a killed worker may take to end.
 const KILLED: Duration = Duration::from_secs(10);
+/// How long a writer may take to tell which chunks it needs.
+const DIGESTS: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 pub(super) enum Work {
@@ -39,6 +44,8 @@ pub(super) struct Filling {
     buffers: Vec<u64>,
     /// What it is told once these buffers are complete.
     complete: Option<(Complete, Vec<u64>)>,
+    /// Files that it reads digests from.
+    digests: Vec<File>,
 }
 
 /// Processes whose memory is written together, and those that are ready for it.
@@ -186,6 +193,44 @@ impl VramFiles {
         }
     }
 
+    /// Tells the writer the digests of a buffer's chunks before any of it is filled. Returns runs of chunks: by turns those
+    /// whose bytes it needs, and those that it does not.
+    ///
+    /// # Errors
+    /// The buffer is not being written, or the writer does not answer: it needs all.
+    pub fn needed(&self, id: u64, digests: &[Digest]) -> Result<Vec<u64>, DriverError> {
+        let refuse = |what: &str| refused(ErrorKind::Vram, what);
+        let bytes = digests.as_flattened();
+        let file = memory::new_file(bytes.len() as u64)
+            .and_then(|file| file.write_all_at(bytes, 0).map(|()| file));
+        let file = file.map_err(failed("a file of digests"))?;
+        let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        let mut inner = self.inner();
+        inner.needed.remove(&id);
+        let Work::Running {
+            ahead: Some(filling),
+            ..
+        } = &mut inner.work
+        else {
+            return Err(refuse("nothing is being written"));
+        };
+        let place = filling.buffers.iter().position(|buffer| *buffer == id);
+        let memory = place.ok_or_else(|| refuse("it is not being written"))?;
+        filling.digests.push(file);
+        let path = path.into();
+        if !worker::listens(&filling.writer)
+            || worker::tell(&mut filling.writer, &Progress::Digests { memory, path }).is_err()
+        {
+            return Err(refuse("the writer does not listen"));
+        }
+        drop(inner);
+        self.answered(DIGESTS, "the writer does not tell what it needs", |inner| {
+            let ended = !matches!(inner.work, Work::Running { .. });
+            let needed = inner.needed.get(&id).cloned().map(Ok);
+            needed.or_else(|| ended.then(|| Err(refuse("the writer has ended"))))
+        })
+    }
+
     /// Ends a writer whose memory is not to be written after all; another may begin.
     pub fn call_off(&self) {
         self.end_work(Work::None);
@@ -287,6 +332,7 @@ impl VramFiles {
         let number = inner.last;
         let (sender, receiver) = mpsc::channel();
         let (vram_files, dir) = (Arc::clone(self), writes.clone());
+        let written = filling.clone().unwrap_or_default();
         let read_into: Vec<u64> = inner.read.keys().copied().collect();
         let work = move || {
             // It dies with the thread that starts it: with this one, which waits for it.
@@ -298,10 +344,19 @@ impl VramFiles {
                 pidfd::open(child.id() as i32).ok(),
                 child.stdin.take(),
             )));
-            let result = worker::finish(child, |memory, bytes| {
-                if let Some(id) = read_into.get(memory) {
-                    vram_files.has_read(*id, bytes);
+            let result = worker::finish(child, |said| match said {
+                Said::Read { memory, bytes } => {
+                    if let Some(id) = read_into.get(memory) {
+                        vram_files.has_read(*id, bytes);
+                    }
                 }
+                Said::Needed { memory, runs } => {
+                    if let Some(id) = written.get(memory) {
+                        vram_files.inner().needed.insert(*id, runs);
+                        vram_files.changed.notify_all();
+                    }
+                }
+                Said::Done(_) => {}
             });
             if let (Err(error), Some(dir)) = (&result, &dir) {
                 tracing::error!("{error}");
@@ -328,6 +383,7 @@ impl VramFiles {
                 writer,
                 buffers,
                 complete: None,
+                digests: Vec::new(),
             }),
             writes,
         };

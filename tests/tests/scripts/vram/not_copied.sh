@@ -1,0 +1,29 @@
+# not_copied.sh: of a container that goes on, only those chunks leave the GPU that the parent checkpoint does not have. After
+# job.sh.
+# shellcheck shell=bash disable=SC2154,SC2034
+glibc_image
+extra=(--annotation dev.cryopod.parent=auto)
+run_rootfs --mib 200 --chunk-mib 20 --gpus 0,1 --train-mib 10
+id=$(pod inspect -f '{{.Id}}' job)
+static=$(pod inspect -f '{{.StaticDir}}' job)
+take() { # NAME
+    check "$1: checkpoint" does cryopod-runtime checkpoint --leave-running --image-path "/tmp/$1" --work-path /tmp "$id"
+    check "$1: it goes on" goes_on
+    check "$1: verified" does cryopod verify "/tmp/$1"
+}
+facts() { jq -e ".gpu.vram | $2" "/tmp/$1/cryopod.json"; }
+take first
+check 'first: all is copied' facts first '(.not_copied // 0) < .chunks / 4 and .parent == 0'
+take second
+check 'second: most stays on the GPU' facts second '.not_copied == .zero + .parent and .not_copied > .chunks * 3 / 4'
+take third
+check 'third: most stays on the GPU' facts third '.not_copied == .zero + .parent and .not_copied > .chunks * 3 / 4'
+podman kill job > /dev/null && podman wait job > /dev/null
+for name in third second first; do
+    rm -rf "$static/checkpoint" && ln -s "/tmp/$name" "$static/checkpoint"
+    check "$name: restore" does pod container restore --keep job
+    check "$name: it goes on with the right sums" goes_on
+    podman kill job > /dev/null && podman wait job > /dev/null
+done
+rm "$static/checkpoint"
+end
