@@ -15,7 +15,7 @@
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed, of five for cri
 #   GPU_TEST_STORE_OFF_SIZES  the same without the store, for docker and ctr, default 2: docker takes 22 s a GiB
-#   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
+#   GPU_TEST_TWO_SIZE   GiB on each of several GPUs, default 16; GPU_TEST_MANY: of so many, default 2
 #   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
 #                       GPU_TEST_VRAM_OFF_RUNS: how often without the VRAM files (1)
 #   GPU_TEST_PAUSE_SIZES  GiB for the application's pause, default "24 48" (100 MiB in a rehearsal)
@@ -178,6 +178,7 @@ vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
 pause_sizes=$(printf %q "${GPU_TEST_PAUSE_SIZES:-$([ -n "$sim" ] && echo 100 || echo 24 48)}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
+many=$(printf %q "${GPU_TEST_MANY:-2}")
 wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-120}")
 parallel_ranks=$(printf %q "${GPU_TEST_PARALLEL_RANKS:-2}") parallel_rounds=$(printf %q "${GPU_TEST_PARALLEL_ROUNDS:-20}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")

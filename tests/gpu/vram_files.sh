@@ -6,7 +6,7 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
     local content=$3 mode=$4 leave=$5 label=$6 gap from took dir metadata before images save load
     low_level "$1"
     gpu_args "${on_gpus:-1}"
-    job_command "$2" "$([ "${on_gpus:-1}" = 1 ] && echo 0 || echo 0,1)" "${content#random}"
+    job_command "$2" "$(seq -s , 0 $((${on_gpus:-1} - 1)))" "${content#random}"
     start job --annotation "dev.cryopod.vram=$mode" "${gpu[@]}" "$image" "${job[@]}" || return
     sleep 1
     from=$(now)
@@ -142,23 +142,23 @@ medians() { # of the cases named CASE.1, CASE.2, ...
     result "$(jq -n --argjson all "$all" '{case: "vram-medians", ok: true, medians: $all}')"
 }
 
-two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in turn, in place; GiB a second of CRIU's dump
+two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two (GPU_TEST_MANY), in turn, in place; GiB a second of CRIU's dump
     local label=$3 n i
-    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    [ "$gpus" -ge "$many" ] || skip "$label" "this machine has $gpus GPUs"
     for i in $(seq "$vram_runs"); do
-        for n in 1 2; do
+        for n in 1 "$many"; do
             on_gpus=$n
             vram "$1" "$2" random on '' "$label-$n.$i" || return
             podman rm -f -t 0 job > /dev/null
         done
     done
     # shellcheck disable=SC2016
-    result "$(jq -s --arg case "$label" --arg unit "$unit" --argjson size "$2" '
+    result "$(jq -s --arg case "$label" --arg unit "$unit" --argjson size "$2" --argjson many "$many" '
         def mid: sort | .[(length - 1) / 2 | floor];
         def of(n): [.[] | select(.case | startswith("\($case)-\(n).")) | .checkpoint];
         def rate(n; seconds): [of(n)[] | n * $size / seconds] | mid;
-        def both(seconds): {one: rate(1; seconds), two: rate(2; seconds)} | .ratio = .two / .one;
-        {case: $case, ok: true, size: "2 x \($size) \($unit)", unit: "\($unit) a second",
+        def both(seconds): {one: rate(1; seconds), two: rate($many; seconds)} | .ratio = .two / .one;
+        {case: $case, ok: true, size: "\($many) x \($size) \($unit)", unit: "\($unit) a second",
          driver: both([.processes[].checkpoint] | max), dump: both(.dump_s), durable: both(.durable_s), podman: both(.export_s)}' \
         /out/results.jsonl)"
     say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
@@ -177,20 +177,20 @@ at_once() {
     [ "$bad" = 0 ] || { for name in "$@"; do cat "/logs/$name.said" && keep_logs "$name" "$name"; done && return 1; }
 }
 
-two_containers() { # RUNTIME SIZE LABEL: one container with a GPU of two, and both at once, in turn, in place
-    local label=$3 i n name rows='[]' save took before names
-    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+two_containers() { # RUNTIME SIZE LABEL: one container with a GPU of two (GPU_TEST_MANY), and all at once, in turn, in place
+    local label=$3 i n name rows='[]' save took before names all=()
+    [ "$gpus" -ge "$many" ] || skip "$label" "this machine has $gpus GPUs"
     low_level "$1"
-    for n in 0 1; do
+    for n in $(seq 0 $((many - 1))); do
+        all+=("job$n")
         gpu_args 0
         gpu+=(--device "/dev/nvidia$(minor_of $n)")
         job_command "$2" 0
         start "job$n" --annotation dev.cryopod.vram=on "${gpu[@]}" "$image" "${job[@]}" || return
     done
     for i in $(seq "$vram_runs"); do
-        for n in 1 2; do
-            names=(job0 job1)
-            names=("${names[@]:0:n}")
+        for n in 1 "$many"; do
+            names=("${all[@]:0:n}")
             before=$(lines "${names[-1]}")
             at_once checkpoint "${names[@]}" || return
             save=$took
@@ -202,10 +202,10 @@ two_containers() { # RUNTIME SIZE LABEL: one container with a GPU of two, and bo
         done
     done
     # shellcheck disable=SC2016
-    result "$(jq -n --arg case "$label" --arg size "2 x $2 $unit" --argjson rows "$rows" '
+    result "$(jq -n --arg case "$label" --arg size "$many x $2 $unit" --argjson many "$many" --argjson rows "$rows" '
         def mid(n; k): [$rows[] | select(.containers == n) | .[k]] | sort | .[(length - 1) / 2 | floor];
-        {case: $case, ok: true, size: $size, runs: $rows, checkpoint_ratio: (mid(2; "checkpoint_s") / mid(1; "checkpoint_s")),
-         restore_ratio: (mid(2; "restore_s") / mid(1; "restore_s"))}')"
+        {case: $case, ok: true, size: $size, runs: $rows, checkpoint_ratio: (mid($many; "checkpoint_s") / mid(1; "checkpoint_s")),
+         restore_ratio: (mid($many; "restore_s") / mid(1; "restore_s"))}')"
     say "$label: $(tail -n 1 /out/results.jsonl)"
 }
 
