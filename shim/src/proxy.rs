@@ -21,7 +21,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::container::HeldCall;
-use crate::task::{Fate, Tasks, Watched};
+use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
 use crate::ttrpc::frame::Frame;
@@ -108,6 +108,7 @@ impl ProxyServer {
             client: Mutex::new(client.try_clone()?),
             stock: Mutex::new(stock.try_clone()?),
             watched: Mutex::default(),
+            checkpoints: Mutex::default(),
         });
         let mut answers = stock.try_clone()?;
         let back = Arc::clone(&link);
@@ -121,6 +122,11 @@ impl ProxyServer {
             let unanswered: Vec<_> = lock(&back.watched).drain().collect();
             for (_, watched) in unanswered {
                 back.tasks.lost(&watched);
+            }
+            for checkpoint in lock(&back.checkpoints).drain(..) {
+                if checkpoint.images.exists() {
+                    back.tasks.abandoned(&checkpoint);
+                }
             }
         })
         .inspect_err(|_| {
@@ -142,6 +148,8 @@ struct ProxyLink {
     stock: Mutex<UnixStream>,
     /// Calls whose responses are decoded, by stream.
     watched: Mutex<HashMap<u32, Watched>>,
+    /// Those whose images containerd has not removed yet.
+    checkpoints: Mutex<Vec<PackedCheckpoint>>,
 }
 
 fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -175,6 +183,11 @@ impl ProxyLink {
                     Err(_) => (Fate::Pass, None),
                 };
                 if let Some(watched) = watched {
+                    if let Some(checkpoint) = watched.checkpoint() {
+                        let mut all = lock(&self.checkpoints);
+                        all.retain(|c| c.images.exists());
+                        all.push(checkpoint);
+                    }
                     lock(&self.watched).insert(frame.header.stream_id, watched);
                 }
                 match fate {

@@ -8,6 +8,8 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -22,6 +24,9 @@ const DIRECTORY: &str = "cryopod";
 const CGROUP_YARD: &str = ".criu.cgyard";
 /// The mode of a directory from `os.MkdirTemp`.
 const PRIVATE: u32 = 0o700;
+/// Attempts to remove a directory into which somebody may still write.
+const TRIES: u32 = 50;
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// The restore that containerd's Create asks for.
 #[derive(Debug, Clone, Copy)]
@@ -126,6 +131,20 @@ impl Drop for Restoring {
     }
 }
 
+/// Removes the images of a checkpoint that containerd no longer packs. A killed CRIU may still be writing into them.
+pub fn discard(images: &Path) {
+    if !unpacked(images, &temporary()) {
+        return;
+    }
+    for _ in 0..TRIES {
+        let _ = fs::remove_dir_all(images);
+        if !images.exists() {
+            return;
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
 /// Returns containerd's directory for temporary files, if this process still has containerd's environment.
 fn temporary() -> PathBuf {
     let named = |name| std::env::var_os(name).filter(|v| !v.is_empty());
@@ -134,8 +153,8 @@ fn temporary() -> PathBuf {
         .map_or_else(|| "/tmp".into(), PathBuf::from)
 }
 
-/// Returns true only if this is containerd's own copy for one restore, which containerd never removes. Nothing else may
-/// be changed and removed.
+/// Returns true only if this is containerd's own copy for one restore, which containerd never removes, or its directory
+/// for one checkpoint. Nothing else may be changed and removed.
 fn unpacked(images: &Path, temporary: &Path) -> bool {
     let private = |m: fs::Metadata| {
         m.is_dir() && m.mode() & 0o777 == PRIVATE && m.uid() == nix::unistd::geteuid().as_raw()

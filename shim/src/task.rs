@@ -67,6 +67,25 @@ pub struct Watched {
     log_bytes: u64,
 }
 
+/// A checkpoint that containerd asked for, and where.
+#[derive(Debug)]
+pub struct PackedCheckpoint {
+    id: String,
+    pub images: PathBuf,
+}
+
+impl Watched {
+    pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
+        match &self.call {
+            TaskCall::Checkpoint(images) => Some(PackedCheckpoint {
+                id: self.id.clone(),
+                images: images.clone(),
+            }),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Debug)]
 enum TaskCall {
     Create,
@@ -158,6 +177,19 @@ impl Tasks {
             self.restored(&watched.id, failed);
         }
         response
+    }
+
+    /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
+    pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
+        // It answers when the checkpoint has succeeded or failed.
+        let lives = self.state(&checkpoint.id).is_some_and(|state| {
+            let running = containerd_shim::api::Status::RUNNING.into();
+            state.status == running || state.status == containerd_shim::api::Status::PAUSED.into()
+        });
+        // Of a container that has ended they are all that is left.
+        if lives {
+            restore::discard(&checkpoint.images);
+        }
     }
 
     /// Handles a call whose connection ended without a response: containerd is gone. The stock shim then ends a restore

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use nix::fcntl::{Flock, FlockArg};
 
-use super::holders::Holders;
+use super::holders::{Holders, remove_forgotten};
 use super::list::{StoreEntry, list, remove, removed_name};
 use super::origin::KnownOrigins;
 use super::{Reference, StoreError};
@@ -37,6 +37,7 @@ pub fn clean(
     if !entries.iter().any(|e| e.origin.is_some()) {
         return Ok(Vec::new());
     }
+    remove_forgotten(&entries)?;
     let first = Holders::find(&entries, others)?;
     for entry in &entries {
         settle(entry, &first)?;

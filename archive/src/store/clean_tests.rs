@@ -1,5 +1,5 @@
 use std::fs;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -205,4 +205,24 @@ fn what_killed_processes_left_goes() {
     assert!(written.exists(), "its writer lives");
     assert!(bed.store.join(reference.id).exists());
     drop(lock);
+}
+
+#[test]
+fn forgotten_image_directories_go() {
+    let bed = Bed::new();
+    let private = |n: u32, days: u64| {
+        let (images, reference) = bed.checkpoint(n, Some(&bed.origin()));
+        fs::set_permissions(&images, fs::Permissions::from_mode(0o700)).unwrap();
+        let then = SystemTime::now() - Duration::from_secs(days * 24 * 3600 + 60);
+        let times = fs::FileTimes::new().set_modified(then);
+        fs::File::open(&images).unwrap().set_times(times).unwrap();
+        (images, reference)
+    };
+    let (passing, _) = private(1, 0);
+    let (forgotten, _) = private(2, 1);
+    let (elses, reference) = private(3, 1);
+    fs::remove_file(elses.join(names::STORE_REFERENCE)).unwrap();
+    assert_eq!(bed.clean(&[]), 2);
+    assert!(passing.exists() && !forgotten.exists());
+    assert!(elses.exists(), "no checkpoint of ours: {}", reference.id);
 }

@@ -168,6 +168,30 @@ fn forgotten(path: &Path) -> bool {
     made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > PASSING))
 }
 
+/// Removes the forgotten image directories with checkpoints of ours.
+pub(super) fn remove_forgotten(entries: &[StoreEntry]) -> Result<(), StoreError> {
+    let places = entries
+        .iter()
+        .filter_map(|e| e.origin.as_ref()?.temporary.as_ref());
+    for directory in places.collect::<BTreeSet<_>>() {
+        for path in listed(directory)? {
+            let own = |m: fs::Metadata| {
+                m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o077 == 0
+            };
+            let ours = [names::METADATA, names::STORE_REFERENCE];
+            if is_image_directory(&path)
+                && forgotten(&path)
+                && path.symlink_metadata().is_ok_and(own)
+                && ours.iter().any(|name| path.join(name).exists())
+            {
+                let removed = fs::remove_dir_all(&path);
+                tracing::info!("{}: left by containerd: {removed:?}", path.display());
+            }
+        }
+    }
+    Ok(())
+}
+
 fn too_many(path: &Path) -> StoreError {
     StoreError::io(path, "search it")(io::Error::other("too many directories"))
 }

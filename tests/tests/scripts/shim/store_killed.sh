@@ -16,12 +16,12 @@ ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim
 wait_for ticked job 3
 entries() { find $store -mindepth 1 -maxdepth 1 | wc -l; }
 cleans() { cryopod store prune --unused -q && [ "$(entries)" = "$1" ]; }
-collected() { # N: after containerd's own collection, and without the directories that a killed containerd leaves in /tmp
-    rm -rf /tmp/ctrd-checkpoint*
+collected() { # N: after containerd's own collection
     ctr leases create --id collect > /dev/null && ctr leases rm --sync collect > /dev/null
     cleans "$1"
 }
-on_failure() { cryopod store ls; ctr content ls; ctr images ls -q; tail -n 15 /tmp/containerd.log; }
+no_directories() { ! compgen -G '/tmp/ctrd-checkpoint*' > /dev/null; }
+on_failure() { ls -lR /tmp/ctrd-checkpoint*; cryopod store ls; ctr content ls; ctr images ls -q; tail -n 15 /tmp/containerd.log; }
 checkpoint() { ctr containers checkpoint --task --image --rw job "localhost/cp:$1" > /tmp/said 2>&1; }
 pausing ctr containers checkpoint --task --image --rw job localhost/kept:1
 sum=$(sum job)
@@ -33,7 +33,12 @@ for n in $(seq "$rounds"); do
     victim=${victims[n % 4]}
     checkpoint "$n" &
     pid=$!
-    sleep "0.$(printf %03d $((RANDOM % 450)))"
+    case $((n % 8)) in
+        # It dumps, or containerd packs what was dumped.
+        2) until compgen -G '/tmp/ctrd-checkpoint*' > /dev/null || gone $pid; do :; done ;;
+        6) until compgen -G '/var/lib/containerd/io.containerd.content.v1.content/ingest/*' > /dev/null || gone $pid; do :; done ;;
+        *) sleep "0.$(printf %03d $((RANDOM % 450)))" ;;
+    esac
     if pkill -9 -x "${victim:0:15}"; then killed=$((killed + 1)); fi
     wait $pid || true
     if [ "$victim" = containerd ]; then
@@ -42,6 +47,7 @@ for n in $(seq "$rounds"); do
     fi
     ctr tasks resume job > /dev/null 2>&1 || true
     check "$n: $victim is killed: the job goes on" goes_on job
+    check "$n: $victim is killed: no directory of containerd is left" within 60 no_directories
     # Of a client that was killed; containerd would keep its content for a day.
     ctr leases ls -q | xargs -r -n 1 ctr leases rm --sync > /dev/null
     ctr images rm --sync "localhost/cp:$n" > /dev/null 2>&1 || true
