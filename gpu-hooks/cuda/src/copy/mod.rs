@@ -9,7 +9,6 @@ mod gpus;
 mod pipeline;
 mod ring;
 
-pub use digest::Digest;
 pub use gpus::Gpus;
 
 use self::pipeline::{Block, Host};

@@ -9,11 +9,12 @@
 
 mod ahead;
 mod held;
+mod later;
 
 use self::ahead::Ahead;
 use self::held::{Held, Room};
 use super::{Library, size};
-use crate::copy::{Copier, Digest, Gpus, Imported, Piece, Way};
+use crate::copy::{Gpus, Imported, Piece, Way};
 use crate::gpus::gpu::GpuUuid;
 use crate::inject::Descriptor;
 use crate::messages::protocol::{
@@ -489,55 +490,6 @@ impl Preloads {
         Ok(())
     }
 
-    /// Copies pieces into their buffer while their process goes on with others, if the buffer is to be written at all.
-    fn copy_later(
-        self: &Arc<Self>,
-        buffer: u64,
-        pieces: Vec<Imported>,
-        file: File,
-        later: Later,
-        files: &Arc<VramFiles>,
-    ) {
-        if !files.is_awaited(buffer) {
-            return;
-        }
-        let (own, files) = (Arc::clone(self), Arc::clone(files));
-        let copy = {
-            let files = Arc::clone(&files);
-            move || {
-                let copied = || {
-                    let bytes = file.metadata().map_err(|error| told(&error))?.len();
-                    let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
-                    let memory = map.bytes_mut().map_err(|error| told(&error))?;
-                    let filled = |bytes| files.has_filled(buffer, bytes);
-                    let copier = own.gpus.copier()?;
-                    let chunk = later.chunk.filter(|chunk| *chunk <= ahead::MAX_CHUNK);
-                    let needed = chunk.map(|chunk| {
-                        needed(copier, &pieces, bytes, u64::from(chunk), buffer, &files)
-                    });
-                    let ranges = match needed {
-                        Some(Ok(ranges)) => ranges,
-                        Some(Err(error)) => {
-                            tracing::info!("all is copied: {error}");
-                            later.ranges
-                        }
-                        None => later.ranges,
-                    };
-                    let (way, threads) = (Way::Out(&filled), later.threads);
-                    copier.copy_ranges(&pieces, &ranges, memory, way, threads)
-                };
-                match copied() {
-                    Ok(()) => files.is_complete(buffer),
-                    Err(error) => files.fail(&error.message),
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("copy later".into());
-        if let Err(error) = thread.spawn(copy) {
-            files.fail(&format!("copying the GPU memory: {error}"));
-        }
-    }
-
     /// Lets go of what is held of a process that has died; what is to be copied later still is.
     pub fn forget_process(self: &Arc<Self>, pid: i32, files: &Arc<VramFiles>) {
         let out = self.out().remove(&pid);
@@ -607,50 +559,6 @@ fn fill_while_allocating(
             .unwrap_or_else(|_| Err(failed(ErrorKind::Driver, "a thread died")));
         filled.and(asked)
     })
-}
-
-/// Returns the ranges of these pieces that their writer needs: not those whose contents it has, by the digests that the GPU
-/// makes.
-///
-/// # Errors
-/// What is needed cannot be told.
-fn needed(
-    copier: &Copier,
-    pieces: &[Imported],
-    bytes: u64,
-    chunk: u64,
-    buffer: u64,
-    files: &VramFiles,
-) -> Result<Vec<Range<u64>>, DriverError> {
-    let mut digests = copier.digests(pieces, chunk)?;
-    digests.sort_unstable_by_key(|(place, _)| *place);
-    let places = (0..bytes).step_by(usize::try_from(chunk).unwrap_or(usize::MAX));
-    if !bytes.is_multiple_of(chunk) || !digests.iter().map(|(place, _)| *place).eq(places) {
-        return Err(failed(ErrorKind::Vram, "some of it is elsewhere"));
-    }
-    let digests: Vec<Digest> = digests.into_iter().map(|(_, digest)| digest).collect();
-    let runs = files.needed(buffer, &digests)?;
-    if runs
-        .iter()
-        .try_fold(0, |sum: u64, run| sum.checked_add(*run))
-        != Some(digests.len() as u64)
-    {
-        return Err(failed(
-            ErrorKind::Vram,
-            "the writer has told of other chunks",
-        ));
-    }
-    let mut at = 0;
-    let ranges = runs.iter().map(|run| {
-        let from = at;
-        at += run * chunk;
-        from..at
-    });
-    let ranges: Vec<Range<u64>> = ranges.step_by(2).collect();
-    Ok(ranges
-        .into_iter()
-        .filter(|range| !range.is_empty())
-        .collect())
 }
 
 /// Ends the writing of a buffer whose memory the process keeps.

@@ -1,11 +1,11 @@
 //! The worker that writes and reads the VRAM files: its start, its end, and what it is told meanwhile.
 
 use super::{VramFiles, directory, failed, refused};
-use crate::copy::Digest;
 use crate::messages::protocol::{DriverError, ErrorKind, WriteTo};
 use crate::vram::memory;
 use crate::vram::worker::{self, Complete, Job, Memory, Progress, Said, State};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
+use cryopod_archive::vram::ChunkDigest;
 use cryopod_host::pidfd;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::fs::File;
@@ -198,11 +198,11 @@ impl VramFiles {
     ///
     /// # Errors
     /// The buffer is not being written, or the writer does not answer: it needs all.
-    pub fn needed(&self, id: u64, digests: &[Digest]) -> Result<Vec<u64>, DriverError> {
+    pub fn needed(&self, id: u64, digests: &[ChunkDigest]) -> Result<Vec<u64>, DriverError> {
         let refuse = |what: &str| refused(ErrorKind::Vram, what);
-        let bytes = digests.as_flattened();
+        let bytes: Vec<u8> = digests.iter().flat_map(|digest| digest.0).collect();
         let file = memory::new_file(bytes.len() as u64)
-            .and_then(|file| file.write_all_at(bytes, 0).map(|()| file));
+            .and_then(|file| file.write_all_at(&bytes, 0).map(|()| file));
         let file = file.map_err(failed("a file of digests"))?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         let mut inner = self.inner();
