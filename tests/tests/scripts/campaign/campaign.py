@@ -928,6 +928,8 @@ def sweep():
     must(*c.create())
     if not until(lambda: c.at() > 1):
         raise Violation("the last container does not run")
+    must("cryopod", "export", "sweep", "-e", "podman", "-o", f"oci-archive:{CP}/sweep.tar", "--leave-running", "-q")
+    os.unlink(f"{CP}/sweep.tar")
     must("podman", "--runtime", RUNTIME, "container", "checkpoint", "--export", f"{CP}/sweep.tar", "sweep")
     c.remove()
     must("cryopod", "import", f"{CP}/sweep.tar", "-e", "podman", "--restore", "-q")
