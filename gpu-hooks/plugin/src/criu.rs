@@ -49,7 +49,7 @@ pub fn log(level: Level, message: &str) {
 }
 
 /// Keeps CRIU's lines for debugging out of its log from here on. A server's pages are tens of thousands of them, each a
-/// write(2): a third of the time in which its processes stand still.
+/// write(2) while its processes stand still.
 pub fn log_no_details() {
     let level = symbol::<unsafe extern "C" fn() -> c_uint>(c"log_get_loglevel");
     let set = symbol::<unsafe extern "C" fn(c_uint)>(c"log_set_loglevel");
