@@ -28,7 +28,7 @@ use cryopod_archive::format::text::printable;
 use cryopod_operations::run::metrics as counts;
 use engines::{export, import, migrate};
 use gpu_memory::{resume, suspend};
-use kubernetes::{installer, plugin};
+use kubernetes::{installer, nri, plugin};
 
 /// Checkpoints and restores GPU containers.
 #[derive(Parser)]
@@ -111,6 +111,9 @@ fn run() -> anyhow::Result<ExitCode> {
     let called_as = std::env::args_os().next().map(PathBuf::from);
     if called_as.is_some_and(|path| path.file_name() == Some(plugin::NAME.as_ref())) {
         return plugin::run();
+    }
+    if std::env::var_os(nri::SOCKET).is_some() && std::env::args_os().len() == 1 {
+        return nri::run();
     }
     let command = Cli::parse().command;
     let Some(operation) = command.counted() else {

@@ -2,7 +2,7 @@
 //! backup, and checkpoints a small container to test it. `--undo` takes the change back.
 
 mod change;
-mod containerd;
+pub mod containerd;
 mod crio;
 mod docker;
 mod low_level;

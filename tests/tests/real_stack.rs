@@ -88,6 +88,16 @@ mod cri {
         ]);
     }
 
+    /// Our plugin of NRI.
+    #[test]
+    fn nri() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/kubernetes/nri.sh"),
+        ]);
+    }
+
     /// StopContainer is a checkpoint, and the pod goes on under another containerd.
     #[test]
     fn on_stop() {

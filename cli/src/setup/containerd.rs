@@ -132,6 +132,25 @@ pub fn drop_in(main: &DocumentMut) -> Option<PathBuf> {
         .map(|directory| Path::new(directory).join(OWN_FILE))
 }
 
+/// Returns the runtime of the example.
+fn example() -> anyhow::Result<Item> {
+    let example: DocumentMut = EXAMPLE.parse()?;
+    let plugin = example.get("plugins").and_then(|p| p.get(PLUGIN_3));
+    plugin
+        .and_then(|p| p.get("containerd")?.get("runtimes")?.get(NAME))
+        .context("the example has no runtime")
+        .cloned()
+}
+
+/// The annotations that a pod may pass to its containers: names, or beginnings of names before a `*`.
+pub fn pod_annotations() -> anyhow::Result<Vec<String>> {
+    let runtime = example()?;
+    let list = runtime.get("pod_annotations").and_then(Item::as_array);
+    let list = list.context("the example has no list of annotations")?;
+    let names = list.iter().filter_map(|name| name.as_str());
+    Ok(names.map(str::to_owned).collect())
+}
+
 /// Adds the runtime. `main`: the file from which to take the options of the present default runtime, if not from `doc`.
 fn add(
     doc: &mut DocumentMut,
@@ -147,17 +166,7 @@ fn add(
         ),
     };
     let options = options(main.unwrap_or(doc), plugin);
-    let example: DocumentMut = EXAMPLE.parse()?;
-    let mut ours = example
-        .get("plugins")
-        .and_then(|p| {
-            p.get(PLUGIN_3)?
-                .get("containerd")?
-                .get("runtimes")?
-                .get(NAME)
-        })
-        .context("the example has no runtime")?
-        .clone();
+    let mut ours = example()?;
     if let Some(theirs) = ours.get_mut("options").and_then(Item::as_table_like_mut) {
         for (key, item) in options {
             if let Item::Value(new) = item {
