@@ -9,6 +9,7 @@
 
 mod conclude;
 mod dump;
+mod exit_file;
 mod image_directory;
 pub mod on_stop;
 mod plan;
@@ -29,6 +30,7 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::{SystemTools, Tools};
 
+use self::exit_file::ExitFile;
 use crate::criu::NO_CRIU;
 use crate::error::Error;
 use crate::images::store::Cleaning;
@@ -70,10 +72,16 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let _held = refused_before::hold(&request)?;
     refused_before::lost_export(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
-    if nodes.is_empty() && !application::takes_part(&request.spec) {
-        return without_gpu(&request, &state);
+    let exit_file = ExitFile::find(&request.host, state.init);
+    let result = if nodes.is_empty() && !application::takes_part(&request.spec) {
+        without_gpu(&request, &state)
+    } else {
+        with_metadata(&request, &state, nodes, None, started)
+    };
+    if let Some(exit_file) = exit_file {
+        exit_file.wait();
     }
-    with_metadata(&request, &state, nodes, None, started)
+    result
 }
 
 /// What is done about a container that ends with its checkpoint.

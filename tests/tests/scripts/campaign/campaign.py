@@ -537,8 +537,12 @@ class Round:
                 c.remove()
                 return False
         else:
-            c.goes_on(after)
-        if fault.lossy() and fault.who != "job":  # the engine may take it away later, or know it no more
+            try:
+                c.goes_on(after)
+            except Violation:
+                if not fault.lossy() or c.status() == "running":
+                    raise
+        if fault.lossy() and fault.who != "job":  # the engine may take it away, now or later, or know it no more
             c.remove()
             return False
         return True
@@ -799,6 +803,8 @@ class Round:
                 raise Violation(f"{c.name} is suspended and goes on")
             c.state = "suspended"
         elif fault.lossy():
+            if ok:
+                run("cryopod", "resume", c.name, "-q")
             self.running(c, fault)
         else:
             try:

@@ -122,6 +122,17 @@ goes_on() { local n && n=$(progress) && within 60 past $((${n:-0} + 3)) && ! pri
 why() { # the line that says it
     { grep -h -o -E 'cryopod: .*' /tmp/said || tail -n 1 /tmp/said; } | tail -n 1 | sed -E "s/[0-9a-f]{64}/ID/g; s/$(podman inspect -f '{{.Id}}' shape 2> /dev/null || echo none)/ID/g" | cut -c 1-400
 }
+standing() { # what the engine says of the container, and what each of its processes does
+    local id pid
+    id=$(podman inspect -f '{{.Id}}' shape)
+    podman inspect -f 'is {{.State.Status}}, {{.State.ExitCode}}, since {{.State.FinishedAt}}; conmon {{.State.ConmonPid}}' shape
+    echo "printed '$(printed shape | tail -n 2 | tr '\n' ' ')';"
+    grep -l -e "$id" /proc/[0-9]*/cgroup | while IFS=/ read -r _ _ pid _; do
+        echo "$pid $(sed -n 's/^\(Name\|State\|TracerPid\|SigPnd\|ShdPnd\|SigBlk\):\t//p' "/proc/$pid/status" | tr '\n' ' ')" \
+            "at $(cat "/proc/$pid/wchan") $(cat "/proc/$pid/syscall");"
+    done
+    find /sys/fs/cgroup -path "*$id*" -name cgroup.freeze -exec grep -H 1 {} +
+}
 lose() { # REASON
     lost+=("$1")
     outcome+=' LOST'
@@ -140,7 +151,7 @@ judge() { # CELL WAY COMMAND...: the restore
     if ! "$@" > /tmp/said 2>&1; then
         lose "$cell, $way: $(why)"
     elif ! goes_on; then
-        lose "$cell, $way: it stands still"
+        lose "$cell, $way: it stands still: $(standing 2>&1 | tr '\n' ' ')"
     elif after=$(shown) && [ "$after" != "$before" ]; then
         lose "$cell, $way: $(diff <(echo "$before") <(echo "$after") | tr '\n' ' ')"
     else

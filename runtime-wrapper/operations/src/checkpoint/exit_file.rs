@@ -1,0 +1,57 @@
+//! Waits until conmon has recorded that the container ended.
+//!
+//! podman and CRI-O learn from a file of conmon's that a container ended. podman's restore removes an old file and starts
+//! another conmon. On a busy machine the old one may write its file only after that: podman then takes the restored
+//! container for ended, and its clean-up kills it.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+
+/// A conmon that takes longer hangs.
+const LIMIT: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// The file in which a container's conmon records the end.
+pub(super) struct ExitFile<'a> {
+    host: &'a Host,
+    init: i32,
+    conmon: i32,
+    path: PathBuf,
+}
+
+impl<'a> ExitFile<'a> {
+    /// Returns `None` if the parent of the container's init process is not conmon.
+    pub fn find(host: &'a Host, init: i32) -> Option<Self> {
+        let stat = host.text(format!("/proc/{init}/stat")).ok()?;
+        let conmon = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?;
+        let line = host.text(format!("/proc/{conmon}/cmdline")).ok()?;
+        let words: Vec<&str> = line.split('\0').collect();
+        let after = |option| words.iter().skip_while(|w| **w != option).nth(1);
+        let path = PathBuf::from(after("--exit-dir")?).join(after("-c")?);
+        let conmon = conmon.parse().ok()?;
+        Some(Self {
+            host,
+            init,
+            conmon,
+            path,
+        })
+    }
+
+    /// Returns at once if the container goes on running.
+    pub fn wait(&self) {
+        let end = Instant::now() + LIMIT;
+        while !live::is_alive(self.host, self.init)
+            && live::is_alive(self.host, self.conmon)
+            && !self.host.path(&self.path).exists()
+        {
+            if Instant::now() > end {
+                tracing::warn!("conmon does not write {}", self.path.display());
+                return;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
