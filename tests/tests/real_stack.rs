@@ -108,6 +108,16 @@ mod cri {
         ]);
     }
 
+    /// Two containers of a pod, each from its own checkpoint of one moment.
+    #[test]
+    fn one_moment() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/kubernetes/one_moment.sh"),
+        ]);
+    }
+
     /// What the owner of a pod sees of a refusal.
     #[test]
     fn refusals() {

@@ -123,27 +123,6 @@ for class in stock "$handler"; do
     check "$class: nothing is left" wait_for no_shims
 done
 
-# A pod whose annotations name a checkpoint for two of its three containers.
-rm -f /tmp/logs/*.log
-printf -v annotations ',[7,[[1,"dev.cryopod.restore.%s"],[2,"/srv/checkpoints/%s.tar"]]]' job cri writer writer
-pod=$(cri RunPodSandbox "[[1,$(sandbox 4)],[2,\"$handler\"]]")
-for name in job writer side; do
-    one=$(cri CreateContainer "$(container "$pod" 4 $name localhost:5000/busybox:1 sh -c 'while :; do echo new; sleep 0.1; done')")
-    cri StartContainer "[[1,\"$one\"]]"
-    # A mapping names the kernel's object, whichever process looks.
-    cri ExecSync "[[1,\"$one\"],[2,\"readlink\"],[2,\"/proc/1/ns/ipc\"]]" >> /tmp/namespaces
-done
-wait_for ticked job 3
-wait_for ticked writer 3
-check 'several containers: the first from its own checkpoint' at_tick job 30
-check 'several containers: with its own sum' test "$(sum job)" = "$before"
-check 'several containers: the second goes on' goes_on writer
-check 'several containers: the third is new' sh -c 'sort -u /tmp/logs/side.log | grep -q "F new$"'
-check 'several containers: they share what a pod shares' test "$(grep -o 'ipc:[^ ]*]' /tmp/namespaces | sort -u | wc -l)" = 1
-cri StopPodSandbox "[[1,\"$pod\"]]"
-cri RemovePodSandbox "[[1,\"$pod\"]]"
-check 'several containers: nothing is left' wait_for no_shims
-
 # What a pod's owner sees of a refusal is the beginning of an event.
 printf -v annotations ',[7,[[1,"dev.cryopod.restore"],[2,"docker://registry.example/team/a-long-name-of-a-server@sha256:%064d"]]]' 0
 pod=$(cri RunPodSandbox "[[1,$(sandbox 5)],[2,\"$handler\"]]")
