@@ -10,6 +10,10 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use cryopod_cuda::gpus::nvidia;
+use cryopod_host::files::Host;
+use cryopod_host::programs::SystemTools;
+use cryopod_operations::criu::{numbers, program, version_line};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{SigSet, Signal};
 use reqwest::{Certificate, Client};
@@ -35,7 +39,7 @@ pub enum Args {
         #[arg(last = true, required = true)]
         words: Vec<OsString>,
     },
-    /// Labels this pod's node as ready, with the version.
+    /// Labels this pod's node as ready, with the versions of cryopod, CRIU and NVIDIA's driver.
     Label {
         node: String,
         /// Removes the labels.
@@ -87,6 +91,28 @@ fn on_node(root: &Path, auth_file: Option<&Path>, words: &[OsString]) -> anyhow:
     Err(command.exec()).with_context(|| command.get_program().display().to_string())
 }
 
+/// Returns the node's labels; `None` removes one. The driver is the kernel's, CRIU the one that the installer brings.
+fn facts() -> BTreeMap<&'static str, Option<String>> {
+    let line =
+        program::packaged().and_then(|criu| version_line(&SystemTools::from_env(), &criu, ANSWER));
+    let criu = line.as_deref().and_then(numbers).map(|numbers| {
+        let numbers: Vec<_> = numbers.iter().map(u32::to_string).collect();
+        numbers.join(".")
+    });
+    BTreeMap::from([
+        (LABEL, Some("true".to_owned())),
+        (
+            "cryopod.dev/version",
+            Some(env!("CARGO_PKG_VERSION").to_owned()),
+        ),
+        ("cryopod.dev/criu", criu),
+        (
+            "cryopod.dev/driver",
+            nvidia::driver_version(&Host::system()),
+        ),
+    ])
+}
+
 /// Changes the labels of a node with the pod's own account.
 async fn label(node: &str, remove: bool) -> anyhow::Result<()> {
     let variable = |name| std::env::var(name).with_context(|| format!("{name}: not in a pod"));
@@ -107,11 +133,9 @@ async fn label(node: &str, remove: bool) -> anyhow::Result<()> {
         .tls_certs_only([Certificate::from_pem(read("ca.crt")?.as_bytes())?])
         .timeout(ANSWER)
         .build()?;
-    let version = env!("CARGO_PKG_VERSION");
-    let labels = BTreeMap::from([(LABEL, "true"), ("cryopod.dev/version", version)]);
-    let labels: BTreeMap<_, _> = labels
+    let labels: BTreeMap<_, _> = facts()
         .into_iter()
-        .map(|(name, value)| (name, (!remove).then_some(value)))
+        .map(|(name, value)| (name, value.filter(|_| !remove)))
         .collect();
     let answer = client
         .patch(format!("https://{host}:{port}/api/v1/nodes/{node}"))

@@ -66,8 +66,11 @@ P
 python3 /tmp/api.py 2> /dev/null &
 wait_for listens 8443
 export KUBERNETES_SERVICE_HOST=127.0.0.1 KUBERNETES_SERVICE_PORT=8443
+mkdir -p /usr/lib/cryopod/criu && ln -s "$(command -v criu)" /usr/lib/cryopod/criu/criu # as cryopod-criu
 check 'the node is labelled' command_of label
+rm -r /usr/lib/cryopod/criu
 check 'by a merge of its labels' says /tmp/patched '^/api/v1/nodes/node1 application/merge-patch\+json .*"cryopod.dev/ready":"true"'
+check 'with versions, and without a driver' says /tmp/patched '"cryopod.dev/criu":"[0-9.]+","cryopod.dev/driver":null'
 echo other > /var/run/secrets/kubernetes.io/serviceaccount/token
 if command_of label; then exit 1; fi
 check 'no right to: says so' says /tmp/said 'refuses to label the node node1: 403'
@@ -136,6 +139,6 @@ check 'a pod runs: not taken away' says /tmp/said 'delete them first'
 kubectl delete pod counter copy1 copy2 copy3 > /dev/null
 wait_for no_shims
 check 'taken away: the label' command_of unlabel
-check 'taken away: the label' says /tmp/patched '"cryopod.dev/ready":null'
+check 'taken away: the label' says /tmp/patched '"cryopod.dev/driver":null,"cryopod.dev/ready":null'
 check 'taken away: the rest' command_of remove
 check 'nothing is left' sh -c '! ls -d /opt/cryopod /etc/cryopod/config.toml /var/lib/cryopod/setup 2> /dev/null'
