@@ -19,6 +19,7 @@
 
 use std::env;
 use std::fmt;
+use std::fs;
 use std::fs::OpenOptions;
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
@@ -33,7 +34,7 @@ use nix::unistd::Pid;
 /// The test bed's exit code for "cannot run on this machine".
 const CANNOT: i32 = 77;
 /// How long a run may take unless the test says otherwise.
-const LIMIT: Duration = Duration::from_secs(1500);
+const LIMIT: Duration = Duration::from_secs(900);
 /// How long the bed may take to clean up after it was told to end.
 const GRACE: Duration = Duration::from_secs(15);
 
@@ -101,7 +102,7 @@ impl Bed {
         self
     }
 
-    /// Another limit than twenty-five minutes.
+    /// Another limit than a quarter of an hour.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
@@ -327,6 +328,11 @@ fn run(mut command: Command, limit: Duration) -> (Output, bool) {
     let stderr = child.stderr.take().map(collect);
     let mut status = wait(&mut child, limit);
     let in_time = status.is_some();
+    let left = if in_time {
+        String::new()
+    } else {
+        below(child.id())
+    };
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
         if status.is_none() {
             let pid = i32::try_from(child.id()).expect("a pid is positive");
@@ -340,9 +346,40 @@ fn run(mut command: Command, limit: Duration) -> (Output, bool) {
     let output = Output {
         status: status.expect("a killed process ends"),
         stdout: text(stdout),
-        stderr: text(stderr),
+        stderr: text(stderr) + &left,
     };
     (output, in_time)
+}
+
+/// What a script that does not end waits for: its processes with their states, and where they are in the kernel.
+fn below(ancestor: u32) -> String {
+    let read = |pid: u32, file: &str| {
+        let text = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text).replace('\0', " ");
+        text.chars().take(600).collect::<String>()
+    };
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    // A pid is not always higher than its parent's.
+    let parents: Vec<(u32, u32, String)> = pids
+        .filter_map(|pid| {
+            let stat = read(pid, "stat");
+            let mut words = stat.rsplit_once(") ")?.1.split(' ');
+            let state = words.next()?.to_owned();
+            Some((pid, words.next()?.parse().ok()?, state))
+        })
+        .collect();
+    let mut text = String::from("\n--- its processes\n");
+    let mut todo = vec![ancestor];
+    while let Some(parent) = todo.pop() {
+        for (pid, _, state) in parents.iter().filter(|(_, of, _)| *of == parent) {
+            let command: String = read(*pid, "cmdline").chars().take(100).collect();
+            let calls = read(*pid, "stack").replace('\n', " ");
+            text += &format!("{pid} of {parent} {state} {command:?} {calls}\n");
+            todo.push(*pid);
+        }
+    }
+    text
 }
 
 fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {

@@ -141,7 +141,7 @@ check 'nothing is in use' used 'all(. == 0)'
 end
 
 # Two processes: their memory is written while both are copied.
-run_rootfs --mib 600 --procs 2 --gpus 0,1
+run_rootfs --mib 160 --chunk-mib 16 --procs 2 --gpus 0,1
 last=$(sum)
 check 'two: checkpoint' does pod container checkpoint --keep job
 static=$(pod inspect -f '{{.StaticDir}}' job)
