@@ -234,3 +234,23 @@ fn last_thread(pid: u32) -> u32 {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
 }
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn only_a_threads_own_stack_is_written_below() {
+    let memory = File::open("/proc/self/mem").unwrap();
+    let room = |stack: u64| {
+        // SAFETY: registers are numbers.
+        let mut regs: arch::Registers = unsafe { std::mem::zeroed() };
+        // SAFETY: takes nothing.
+        (regs.rsp, regs.fs_base) = (stack, unsafe { libc::pthread_self() } as u64);
+        let pid = std::process::id() as i32;
+        let code = Code::find(pid, &memory, &regs).unwrap();
+        code.stack
+    };
+    let local = 0u64;
+    let own = &raw const local as u64;
+    assert!(room(own).contains(&own));
+    let others = vec![0u8; 1 << 20];
+    assert!(room(others.as_ptr() as u64 + (1 << 19)).is_empty());
+}

@@ -1,6 +1,6 @@
 //! Finds the code of a process that its thread is made to run.
 
-use super::arch;
+use super::arch::{self, Registers};
 use memchr::memmem;
 use std::fs::File;
 use std::io;
@@ -17,7 +17,8 @@ pub(super) struct Code {
     pub(super) call: u64,
     /// Code that returns from a signal, if the call is followed by a `ret` that leads there.
     pub(super) signal_return: Option<u64>,
-    /// The mapping that the stack pointer is in.
+    /// The mapping that the stack pointer is in, if it is the thread's own down to its end: the first thread's stack, or
+    /// one that ends with what the C library keeps of the thread. What lies below a coroutine's stack is another's.
     pub(super) stack: Range<u64>,
 }
 
@@ -26,7 +27,8 @@ impl Code {
     ///
     /// # Errors
     /// The process has no code that makes a system call.
-    pub(super) fn find(pid: i32, memory: &File, stack: u64) -> io::Result<Self> {
+    pub(super) fn find(pid: i32, memory: &File, regs: &Registers) -> io::Result<Self> {
+        let (stack, thread) = (arch::stack(regs), arch::thread(regs));
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
         let mut places: Vec<(u8, Range<u64>)> = Vec::new();
         let mut stack_area = stack..stack;
@@ -37,11 +39,13 @@ impl Code {
             let Some((Some(start), Some(end))) = range.map(|(a, b)| (number(a), number(b))) else {
                 continue;
             };
-            if (start..end).contains(&stack) {
+            let executable = words.next().is_some_and(|mode| mode.contains('x'));
+            let path = words.nth(3).unwrap_or_default();
+            let own = path == "[stack]" || (stack..end).contains(&thread);
+            if own && (start..end).contains(&stack) {
                 stack_area = start..end;
             }
-            let executable = words.next().is_some_and(|mode| mode.contains('x'));
-            match words.nth(3).unwrap_or_default() {
+            match path {
                 "[vsyscall]" => {}
                 _ if !executable => {}
                 "[vdso]" => places.push((0, start..end)),

@@ -118,7 +118,7 @@ impl Injection {
             .open(format!("/proc/{pid}/mem"))?;
         let regs = arch::get(tid)?;
         let mask = signal_mask(tid)?;
-        let code = Code::find(pid, &memory, arch::stack(&regs))?;
+        let code = Code::find(pid, &memory, &regs)?;
         let frame = Frame::new(tid, &code, &regs);
         let injection = Self {
             pid,

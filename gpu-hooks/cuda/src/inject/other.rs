@@ -31,6 +31,9 @@ pub fn again(_regs: &mut Registers, _call: &Call) {}
 pub fn stack(_regs: &Registers) -> u64 {
     0
 }
+pub fn thread(_regs: &Registers) -> u64 {
+    0
+}
 pub fn set_stack(_regs: &mut Registers, _to: u64) {}
 pub fn extended_state(_tid: i32) -> Option<Vec<u8>> {
     None

@@ -85,6 +85,11 @@ pub fn stack(regs: &Registers) -> u64 {
     regs.rsp
 }
 
+/// Returns the address of what the C library keeps of the thread.
+pub fn thread(regs: &Registers) -> u64 {
+    regs.fs_base
+}
+
 pub fn set_stack(regs: &mut Registers, to: u64) {
     regs.rsp = to;
 }
