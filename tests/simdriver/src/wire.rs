@@ -79,9 +79,10 @@ pub enum Step {
     Unlock = 5,
     Unmap = 6,
     Export = 7,
+    Launch = 8,
 }
 
-pub const STEPS: [Step; 8] = [
+pub const STEPS: [Step; 9] = [
     Step::Init,
     Step::GetState,
     Step::Lock,
@@ -90,6 +91,7 @@ pub const STEPS: [Step; 8] = [
     Step::Unlock,
     Step::Unmap,
     Step::Export,
+    Step::Launch,
 ];
 
 impl Step {
@@ -107,6 +109,7 @@ impl Step {
             Self::Unlock => "unlock",
             Self::Unmap => "unmap",
             Self::Export => "export",
+            Self::Launch => "launch",
         }
     }
 }

@@ -6,7 +6,10 @@ use std::ffi::{CStr, c_char, c_uint, c_void};
 use blake3::hazmat::{HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
 use super::exports::{cuMemcpyDtoH_v2, cuMemcpyHtoD_v2, put};
+use super::process::api;
+use super::steps;
 use crate::abi::*;
+use crate::wire::Step;
 
 const KERNELS: [&CStr; 2] = [c"blake3_blocks", c"blake3_parents"];
 type Node = [u8; 32];
@@ -101,7 +104,8 @@ extern "C" fn cuLaunchKernel(
 ) -> CuResult {
     // SAFETY: the program promised an argument of this type in this place.
     let number = |i: usize| unsafe { (*arguments.add(i)).cast::<CuDevicePtr>().read_unaligned() };
-    let done = match function.addr() {
+    let begun = api(|inner| steps::begin(inner, Step::Launch, None, 0).map_err(|stop| stop.code));
+    let done = begun.and_then(|_| match function.addr() {
         1 => hash_blocks(number(0), groups as usize, number(1)),
         2 => {
             // SAFETY: as above.
@@ -109,6 +113,6 @@ extern "C" fn cuLaunchKernel(
             hash_parents(number(0), all as usize, number(1))
         }
         _ => Err(CUDA_ERROR_INVALID_VALUE),
-    };
+    });
     done.err().unwrap_or(CUDA_SUCCESS)
 }

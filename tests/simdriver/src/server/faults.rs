@@ -32,7 +32,7 @@ refuse, uvm, ipc     checkpoint returns CUDA_ERROR_NOT_SUPPORTED, the process st
 mps, mig             lock returns CUDA_ERROR_NOT_SUPPORTED
 oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
 cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
-STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle). NAME[=VALUE][:COUNT][/SKIP][@PID]";
+STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle), launch (cuLaunchKernel). NAME[=VALUE][:COUNT][/SKIP][@PID]";
 
 impl FromStr for Fault {
     type Err = String;

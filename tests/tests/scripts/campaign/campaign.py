@@ -35,6 +35,8 @@ GPU_NODES = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1"
 LIBRARIES = ["/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu", "/usr/lib64:/lib64"]
 PYTHON = next(f"/usr/lib/{name}" for name in sorted(os.listdir("/usr/lib")) if name.startswith("python3."))
 KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gpu-threads", "gpu-train"]
+if os.environ.get("KINDS"):
+    KINDS = os.environ["KINDS"].split(",")
 if STACK:
     KINDS, ENGINES = ["counter", "memory", "files", "threads"], [engine for engine in ENGINES if engine != "docker"]
 os.environ["CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS"] = "1"
@@ -156,6 +158,7 @@ class Container:
         self.state = "absent"  # running, suspended, saved: as it should be
         self.inside = None  # a checkpoint that the engine keeps with the container
         self.archives, self.made, self.imaged, self.unclean = [], 0, -1, False
+        self.preload = self.gpu() and engine == "podman" and random.Random(f"{name}/preload").random() < 0.6
         os.makedirs(f"{OUT}/{name}", exist_ok=True)
 
     def gpu(self):
@@ -202,8 +205,9 @@ class Container:
         if self.engine == "docker":
             return ["docker", "run", "--runtime", "cryopod", "--security-opt", "seccomp=unconfined", *given,
                     *(["-e", f"CRYOPOD_RESTORE={source}"] if source else []), IMAGE["docker"], *self.program()]
-        return ["podman", "--runtime", RUNTIME, "run", *given,
-                *(["--annotation", f"dev.cryopod.restore={source}"] if source else []), IMAGE["podman"], *self.program()]
+        return ["podman", "--runtime", RUNTIME, "run", *given, *(["--annotation", "dev.cryopod.preload=on"] if self.preload else []),
+                *(["--annotation", f"dev.cryopod.restore={source}"] if source else []),
+                "localhost/glibc" if self.preload else IMAGE["podman"], *self.program()]
 
     def status(self):
         """running, paused, gone; what is neither is told as the engine calls it."""
@@ -474,7 +478,7 @@ class Round:
             getattr(self, "do_" + verb.replace("-", "_"))(c, fault, low)
         finally:
             took = time.monotonic() - began
-            print(f"  {number}: {c.name} {c.engine} {c.kind}{' ' + c.shim if c.engine == 'ctr' else ''}: {verb}, {fault}: "
+            print(f"  {number}: {c.name} {c.engine} {c.kind}{' preload' * c.preload}{' ' + c.shim if c.engine == 'ctr' else ''}: {verb}, {fault}: "
                   f"{self.code}, {c.state}, {took:.1f} s" + (f": {short(self.said)!r}" if self.code else ""), flush=True)
             self.counts[0] += 1
             self.counts[1] += bool(fault.struck)

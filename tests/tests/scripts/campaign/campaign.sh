@@ -7,6 +7,12 @@ mkdir -p /srv/cp /srv/out /run/cryopod
 for dir in /var/lib/{containers,containerd,docker} /tmp /run/cryopod /srv/cp; do mount -t tmpfs -o size=2g,mode=755 tmpfs $dir; done
 chmod 1777 /tmp
 mkimage
+# The preload library is for images with glibc.
+mkdir -p /tmp/glibc/lib64 /tmp/glibc/lib/x86_64-linux-gnu
+tar -C /tmp/glibc -xf /usr/local/share/testbed/busybox.tar
+cp /usr/lib/x86_64-linux-gnu/lib{c,m,gcc_s,dl,pthread,rt}.so.* /tmp/glibc/lib/x86_64-linux-gnu/ 2> /dev/null || true
+cp -L /lib64/ld-linux-x86-64.so.2 /tmp/glibc/lib64/
+tar -C /tmp/glibc -c . | pod import -q - localhost/glibc > /dev/null && rm -r /tmp/glibc
 simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 printf '[restore]\nallow = [{ from = "/srv/cp", variable = true }]\n[store]\ngrace_s = 0\n' >> /etc/cryopod/config.toml

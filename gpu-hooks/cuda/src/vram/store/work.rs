@@ -33,6 +33,8 @@ pub(super) enum Work {
         ahead: Option<Filling>,
         /// The directory whose VRAM files are removed when the work fails or is cancelled.
         writes: Option<PathBuf>,
+        /// Files that a writer reads digests from, which may be late.
+        digests: Vec<File>,
     },
     Ended(Result<VramDone, String>),
 }
@@ -44,8 +46,6 @@ pub(super) struct Filling {
     buffers: Vec<u64>,
     /// What it is told once these buffers are complete.
     complete: Option<(Complete, Vec<u64>)>,
-    /// Files that it reads digests from.
-    digests: Vec<File>,
 }
 
 /// Processes whose memory is written together, and those that are ready for it.
@@ -209,6 +209,7 @@ impl VramFiles {
         inner.needed.remove(&id);
         let Work::Running {
             ahead: Some(filling),
+            digests: told,
             ..
         } = &mut inner.work
         else {
@@ -216,7 +217,7 @@ impl VramFiles {
         };
         let place = filling.buffers.iter().position(|buffer| *buffer == id);
         let memory = place.ok_or_else(|| refuse("it is not being written"))?;
-        filling.digests.push(file);
+        told.push(file);
         let path = path.into();
         if !worker::listens(&filling.writer)
             || worker::tell(&mut filling.writer, &Progress::Digests { memory, path }).is_err()
@@ -383,9 +384,9 @@ impl VramFiles {
                 writer,
                 buffers,
                 complete: None,
-                digests: Vec::new(),
             }),
             writes,
+            digests: Vec::new(),
         };
         Ok(())
     }
