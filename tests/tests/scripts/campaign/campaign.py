@@ -430,10 +430,10 @@ class Round:
             yield f"{pid} {name} ({owner or 'no container'}): {line[:150]}"
 
     def settled(self):
-        revive()
         seen = {}
 
         def none():
+            revive()  # one that was killed may take its time to end
             found = list(self.strays())
             seen["last"] = found
             return not found
