@@ -15,6 +15,8 @@ crate::scenarios! {
     goes_on_runc: V1 ["runc"] "archive/lib.sh" + "containers/goes_on.sh";
     unlinked_crun: V2 ["crun"] "containers/unlinked.sh";
     unlinked_runc: V1 ["runc"] "containers/unlinked.sh";
+    reports_crun: V2 ["crun"] "containers/reports.sh";
+    reports_runc: V1 ["runc"] "containers/reports.sh";
     late_conmon_crun: V2 ["crun"] "containers/late_conmon.sh";
     late_conmon_runc: V1 ["runc"] "containers/late_conmon.sh";
     exec_crun: V2 ["crun"] "archive/lib.sh" + "containers/exec.sh";

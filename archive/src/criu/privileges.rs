@@ -183,8 +183,8 @@ pub fn read<E: From<ImageError>>(
     Ok(found)
 }
 
-const DEAD: u32 = 2;
-const ZOMBIE: u32 = 6;
+pub const DEAD: u32 = 2;
+pub const ZOMBIE: u32 = 6;
 /// `SECCOMP_MODE_FILTER`, and the flag that installs a filter in all threads.
 const FILTER: u32 = 2;
 const TSYNC: u32 = 1;

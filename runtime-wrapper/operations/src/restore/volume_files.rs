@@ -49,7 +49,10 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
     // A wrong annotation is refused elsewhere.
     let check = switches.is_ok_and(|s| s.on(VOLUMES));
     let dumped = request.images.join(names::CRIU_INVENTORY).metadata();
-    let dumped = dumped.map_or(i64::MAX, |m| m.mtime());
+    let dumped = dumped.map_or((i64::MAX, 0), |m| match m.mtime_nsec() {
+        0 => (m.mtime(), i64::MAX), // from an archive with whole seconds
+        nanos => (m.mtime(), nanos),
+    });
     let (mut sizes, mut refused) = (BTreeMap::new(), BTreeMap::new());
     for file in files {
         let Some((host_path, found)) = found(mounts, bundle, &file.path) else {
@@ -60,7 +63,8 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
             continue;
         };
         let (now, path) = (found.len(), file.path.display());
-        let rewritten = file.is_written && found.mtime() > dumped && !network;
+        let written = (found.mtime(), found.mtime_nsec());
+        let rewritten = file.is_written && written > dumped && !network;
         if !found.is_file() || now == file.saved && !rewritten {
             continue;
         }

@@ -34,7 +34,7 @@ for n in 1 2 3; do
 done
 
 # A process that SIGSTOP has stopped, to which CRIU cannot attach in the freezer of cgroup v1.
-pod run -d --name job "${gpu[@]}" localhost/busybox sh -c 'sleep 98765 & exec /cusim/cusim-client --mib 16' > /dev/null
+pod run -d --name job "${gpu[@]}" localhost/busybox sh -c 'sleep 98765 3> /file & exec /cusim/cusim-client --mib 16' > /dev/null
 wait_for ticked job 3
 stopped() { wait_for grep -q 'State:.T' "/proc/$(pgrep -fx 'sleep 98765')/status"; }
 kill -STOP "$(pgrep -fx 'sleep 98765')"
@@ -45,6 +45,13 @@ podman rm -f -t 0 job > /dev/null
 check 'restored' quiet pod container restore --import $from/stopped.tar
 check 'it goes on' goes_on job
 check 'and is stopped' stopped
+
+# It is a zombie in a second checkpoint, whose directory still has its images of the first.
+check 'left running' quiet pod container checkpoint --leave-running job
+pkill -KILL -fx 'sleep 98765'
+check 'a zombie' quiet pod container checkpoint job
+check 'restored' quiet pod container restore job
+check 'it goes on' goes_on job
 podman rm -f -t 0 job > /dev/null
 
 # What cannot be restored is told by those who look.

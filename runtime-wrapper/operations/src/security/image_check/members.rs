@@ -7,11 +7,15 @@ use std::path::Path;
 
 use cryopod_archive::criu::image_files::ImageFile;
 use cryopod_archive::criu::message::Message;
+use cryopod_archive::criu::privileges::{DEAD, ZOMBIE};
 use cryopod_archive::format::names;
 
 use crate::security::privileges::{self, PrivilegesError};
 
-const OF_PROCESSES: [&str; 5] = ["core-", "ids-", "mm-", "fs-", "pagemap-"];
+const OF_PROCESSES: [&str; 1] = ["core-"];
+/// A zombie has only `core-`. Of one that an earlier checkpoint saw alive CRIU would read `ids-` and look for its files
+/// (`No file for fd`).
+const OF_LIVING: [&str; 4] = ["ids-", "mm-", "fs-", "pagemap-"];
 const OF_NAMESPACES: [&str; 7] = [
     "mountpoints-",
     "utsns-",
@@ -29,6 +33,7 @@ const NAMESPACES: [&str; 4] = ["mnt_ns_id", "uts_ns_id", "user_ns_id", "ipc_ns_i
 pub struct Members {
     /// Threads too. Empty: the process tree cannot be read, and every image counts.
     processes: BTreeSet<u64>,
+    living: BTreeSet<u64>,
     namespaces: BTreeSet<u64>,
 }
 
@@ -47,7 +52,14 @@ impl Members {
         }
         let mut ids = Vec::new();
         for process in &found.processes {
-            ids.extend(read(&format!("ids-{process}.img"))?);
+            let core = read(&format!("core-{process}.img"))?;
+            let state = core
+                .first()
+                .and_then(|core| core.message("tc")?.u32("task_state"));
+            if state.is_none_or(|state| ![DEAD, ZOMBIE].contains(&state)) {
+                found.living.insert(*process);
+                ids.extend(read(&format!("ids-{process}.img"))?);
+            }
         }
         let inventory = read(names::CRIU_INVENTORY)?;
         ids.extend(
@@ -72,6 +84,7 @@ impl Members {
         };
         !self.processes.is_empty()
             && (is_other(of(&OF_PROCESSES), &self.processes)
+                || is_other(of(&OF_LIVING), &self.living)
                 || is_other(of(&OF_NAMESPACES), &self.namespaces))
     }
 }
