@@ -30,7 +30,7 @@ ONLY = {int(n) for n in sys.argv[5].split(",")} if len(sys.argv) > 5 and sys.arg
 OPERATIONS = int(os.environ.get("OPERATIONS") or 6)  # of a round
 CP, OUT, LIMIT = "/srv/cp", "/srv/out", 240
 CTL = ["/opt/build/cusim-ctl", "--socket", "/run/cusim/server.sock"]
-IMAGE = {"podman": "localhost/busybox", "docker": "busybox", "ctr": "localhost/busybox:latest"}
+IMAGE = {"podman": "localhost/{}", "docker": "{}", "ctr": "localhost/{}:latest"}
 GPU_NODES = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1"]
 LIBRARIES = ["/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu", "/usr/lib64:/lib64"]
 PYTHON = next(f"/usr/lib/{name}" for name in sorted(os.listdir("/usr/lib")) if name.startswith("python3."))
@@ -158,7 +158,7 @@ class Container:
         self.state = "absent"  # running, suspended, saved: as it should be
         self.inside = None  # a checkpoint that the engine keeps with the container
         self.archives, self.made, self.imaged, self.unclean = [], 0, -1, False
-        self.preload = self.gpu() and engine == "podman" and random.Random(f"{name}/preload").random() < 0.6
+        self.preload = self.gpu() and random.Random(f"{name}/preload").random() < 0.6
         os.makedirs(f"{OUT}/{name}", exist_ok=True)
 
     def gpu(self):
@@ -191,6 +191,8 @@ class Container:
         """The engine's command for `run`, or for a container that is created from a checkpoint."""
         self.made += 1  # containerd 1.7 makes no second checkpoint of the same spec
         nodes = [] if self.plain() else GPU_NODES
+        image = IMAGE[self.engine].format("glibc" if self.preload else "busybox")
+        preload = ["--annotation", "dev.cryopod.preload=on"] if self.preload else []
         if self.engine == "ctr":
             with_shim = ["--runtime", "io.containerd.cryopod.v2"] if self.shim == "ours" else [
                 "--runtime", "io.containerd.runc.v2", *([] if STOCK else ["--runc-binary", "/usr/local/bin/cryopod-runtime"])]
@@ -198,16 +200,15 @@ class Container:
                 "--mount", "type=bind,src={},dst={},options=rbind:rw".format(*bind.split(":")))]
             return ["ctr", "run", "-d", "--null-io", *with_shim, *mounts, *(w for n in nodes for w in ("--device", n)),
                     "--env", "LD_LIBRARY_PATH=/cusim", "--env", f"MADE={self.made}",
-                    *(["--annotation", f"dev.cryopod.restore={source}"] if source else []),
-                    IMAGE["ctr"], self.name, *self.program()]
+                    *preload, *(["--annotation", f"dev.cryopod.restore={source}"] if source else []),
+                    image, self.name, *self.program()]
         given = ["-d", "--name", self.name, "--network", "none", "-e", "LD_LIBRARY_PATH=/cusim", "-e", f"MADE={self.made}",
                  *(f"--device={n}" for n in nodes), *(f"--volume={b}" for b in self.binds())]
         if self.engine == "docker":
             return ["docker", "run", "--runtime", "cryopod", "--security-opt", "seccomp=unconfined", *given,
-                    *(["-e", f"CRYOPOD_RESTORE={source}"] if source else []), IMAGE["docker"], *self.program()]
-        return ["podman", "--runtime", RUNTIME, "run", *given, *(["--annotation", "dev.cryopod.preload=on"] if self.preload else []),
-                *(["--annotation", f"dev.cryopod.restore={source}"] if source else []),
-                "localhost/glibc" if self.preload else IMAGE["podman"], *self.program()]
+                    *preload, *(["-e", f"CRYOPOD_RESTORE={source}"] if source else []), image, *self.program()]
+        return ["podman", "--runtime", RUNTIME, "run", *given, *preload,
+                *(["--annotation", f"dev.cryopod.restore={source}"] if source else []), image, *self.program()]
 
     def status(self):
         """running, paused, gone; what is neither is told as the engine calls it."""
@@ -953,10 +954,12 @@ def sweep():
 def prepare():
     if "ctr" in ENGINES:
         daemon_up("containerd")
-        must("ctr", "images", "import", "/tmp/busybox.oci")
+        for image in ("busybox", "glibc"):
+            must("ctr", "images", "import", f"/tmp/{image}.oci")
         baseline["images"] = set(must("ctr", "images", "ls", "-q").split())
         daemon_up("dockerd")
         must("docker", "import", "/usr/local/share/testbed/busybox.tar", "busybox")
+        must("docker", "import", "/tmp/glibc.tar", "glibc")
     open("/tmp/said", "w").close()
     for engine in ENGINES:  # the engines make their directories and cgroups
         c = Container("warm", engine, "counter", "ours")

@@ -12,7 +12,7 @@ mkdir -p /tmp/glibc/lib64 /tmp/glibc/lib/x86_64-linux-gnu
 tar -C /tmp/glibc -xf /usr/local/share/testbed/busybox.tar
 cp /usr/lib/x86_64-linux-gnu/lib{c,m,gcc_s,dl,pthread,rt}.so.* /tmp/glibc/lib/x86_64-linux-gnu/ 2> /dev/null || true
 cp -L /lib64/ld-linux-x86-64.so.2 /tmp/glibc/lib64/
-tar -C /tmp/glibc -c . | pod import -q - localhost/glibc > /dev/null && rm -r /tmp/glibc
+tar -C /tmp/glibc -cf /tmp/glibc.tar . && pod import -q /tmp/glibc.tar localhost/glibc > /dev/null && rm -r /tmp/glibc
 simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 printf '[restore]\nallow = [{ from = "/srv/cp", variable = true }]\n[store]\ngrace_s = 0\n' >> /etc/cryopod/config.toml
@@ -24,6 +24,6 @@ if [ "$low" = runc ]; then
     # Our shim in place of containerd's own, so that docker's options of a checkpoint reach it.
     mkdir -p /place
     ln -s /usr/local/bin/containerd-shim-cryopod-v2 /place/containerd-shim-runc-v2
-    podman save -q --format oci-archive -o /tmp/busybox.oci localhost/busybox
+    for image in busybox glibc; do podman save -q --format oci-archive -o /tmp/$image.oci localhost/$image; done
 fi
 python3 "/src/tests/tests/scripts/campaign/${PROGRAM:-campaign}.py" "$low" "$engines" "$seed" "$rounds" "$only"
