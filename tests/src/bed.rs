@@ -33,8 +33,8 @@ use nix::unistd::Pid;
 
 /// The test bed's exit code for "cannot run on this machine".
 const CANNOT: i32 = 77;
-/// How long a run may take unless the test says otherwise.
-const LIMIT: Duration = Duration::from_secs(900);
+/// How long a run may take unless the test says otherwise: longer than `limits.checkpoint_s`, so that an operation that is stuck says where.
+const LIMIT: Duration = Duration::from_secs(1200);
 /// How long the bed may take to clean up after it was told to end.
 const GRACE: Duration = Duration::from_secs(15);
 
@@ -102,7 +102,7 @@ impl Bed {
         self
     }
 
-    /// Another limit than a quarter of an hour.
+    /// Another limit than twenty minutes.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;

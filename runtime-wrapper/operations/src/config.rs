@@ -222,8 +222,8 @@ pub struct TimeLimits {
 impl Default for TimeLimits {
     fn default() -> Self {
         Self {
-            checkpoint_s: 3600,
-            restore_s: 3600,
+            checkpoint_s: 900,
+            restore_s: 900,
             tool_s: 30,
             agent_s: 60,
             abort_s: 120,
@@ -404,7 +404,7 @@ mod tests {
         let c = parse("[runtime]\nlow_level = \"runc\"\n[criu.options]\nghost-limit = \"300M\"\nlink-remap = true\n[limits]\ntool_s = 5\n").unwrap();
         assert_eq!(c.runtime.low_level.as_deref(), Some("runc"));
         assert_eq!(c.criu.options["link-remap"], CriuValue::Flag(true));
-        assert_eq!((c.limits.tool_s, c.limits.checkpoint_s), (5, 3600));
+        assert_eq!((c.limits.tool_s, c.limits.checkpoint_s), (5, 900));
     }
 
     #[test]
@@ -435,7 +435,7 @@ mod tests {
         ] {
             assert_eq!(limits.checkpoint(bytes), Duration::from_secs(seconds));
         }
-        assert_eq!(limits.restore(1 << 30), Duration::from_secs(3600));
+        assert_eq!(limits.restore(1 << 30), Duration::from_secs(900));
     }
 
     #[test]
