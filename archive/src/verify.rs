@@ -125,6 +125,9 @@ pub fn verify_with(
     if let Some(name) = sink.shards.iter().flat_map(SeenShards::names).find(absent) {
         return missing(name);
     }
+    if found.gpu && found.metadata.is_none() {
+        return missing(names::METADATA);
+    }
     if let Some(metadata) = &found.metadata {
         SeenShards::recorded(sink.shards.as_ref(), metadata)
             .map_err(|bad| Error::bad(source.path(), bad))?;
@@ -245,6 +248,8 @@ struct SeenFiles {
     bytes: u64,
     inventory: bool,
     shards: BTreeSet<String>,
+    /// cryopod's plugin has saved processes, and the metadata comes last.
+    gpu: bool,
     /// Some buffers need the VRAM files for their contents.
     wants_vram: bool,
     metadata: Option<Metadata>,
@@ -317,7 +322,9 @@ impl Sink for Verifier<'_> {
             let processes = record.get("processes").and_then(|p| p.as_array());
             let buffers = |p: &serde_json::Value| p.get("vram")?.as_array().map(Vec::len);
             let mut counts = processes.into_iter().flatten().filter_map(buffers);
-            self.found().wants_vram = counts.any(|count| count > 0);
+            let wants_vram = counts.any(|count| count > 0);
+            let mut found = self.found();
+            (found.gpu, found.wants_vram) = (true, wants_vram);
         } else if JSON.contains(&entry.name.as_str()) && entry.size > 0 {
             let text = self.small(entry, reader)?;
             serde_json::from_slice::<serde::de::IgnoredAny>(&text).map_err(|e| {

@@ -127,3 +127,16 @@ fn nothing_half_done_has_the_name() {
     work("archive", &from, &image);
     killed("unpack", &image, &dir.path().join("out"), &whole);
 }
+
+#[test]
+fn images_of_a_gpu_without_metadata_are_not_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = checkpoint(dir.path());
+    let complete = || verify(&Source::open(&root).unwrap(), &VerifyOptions::default());
+    let metadata = root.join("checkpoint/cryopod.json");
+    let _ = fs::remove_file(&metadata);
+    complete().unwrap();
+    fs::write(root.join("checkpoint/cryopod-nvidia.img"), "{}").unwrap();
+    let said = complete().unwrap_err().to_string();
+    assert!(said.contains("cryopod.json"), "{said}");
+}

@@ -81,8 +81,13 @@ pub(super) fn conclude(
     }
     drop(slot);
     if !dumped.ended.passed || alive(&request.host, state) {
-        // A failed checkpoint leaves no metadata.
-        for name in [names::METADATA, names::PRELOAD_LIBRARY] {
+        // A failed checkpoint leaves no metadata. Without its inventory nobody takes what is left for one of a container
+        // without GPUs: a CRIU that is killed at the end has written all images.
+        for name in [
+            names::METADATA,
+            names::PRELOAD_LIBRARY,
+            names::CRIU_INVENTORY,
+        ] {
             let _ = std::fs::remove_file(images.path.join(name));
         }
         if !amd_users(planned).is_empty() {

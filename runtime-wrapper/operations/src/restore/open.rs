@@ -30,6 +30,8 @@ pub(super) struct OpenedCheckpoint {
 pub(super) enum OpenError {
     #[error("{}: no checkpoint: it has no {}", .0.display(), names::CRIU_INVENTORY)]
     NoImages(PathBuf),
+    #[error("{}: the checkpoint of a container with GPUs has no {}: it was killed before its end; make another", .0.display(), names::METADATA)]
+    Incomplete(PathBuf),
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -38,7 +40,7 @@ impl From<OpenError> for Error {
     fn from(e: OpenError) -> Self {
         match e {
             OpenError::Other(e) => e,
-            OpenError::NoImages(_) => Self::Failed(e.to_string()),
+            OpenError::NoImages(_) | OpenError::Incomplete(_) => Self::Failed(e.to_string()),
         }
     }
 }
@@ -68,6 +70,9 @@ pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<OpenedCheckpoint, 
     }
     if !images.join(names::CRIU_INVENTORY).is_file() {
         return Err(OpenError::NoImages(images));
+    }
+    if images.join(names::NVIDIA_IMAGE).exists() {
+        return Err(OpenError::Incomplete(images));
     }
     images::no_links(&images).map_err(OpenError::Other)?;
     Ok(OpenedCheckpoint {

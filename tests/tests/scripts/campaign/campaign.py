@@ -386,6 +386,8 @@ class Fault:
         self.over.set()
         if hasattr(self, "thread"):
             self.thread.join()
+        if self.what == "kill" and self.struck and self.who in daemons:  # which may take its time to end
+            daemons[self.who].wait(60)
         if self.what == "space":
             must("mount", "-o", "remount,size=2g", self.who)
         elif self.what == "read-only":
@@ -431,10 +433,10 @@ class Round:
             yield f"{pid} {name} ({owner or 'no container'}): {line[:150]}"
 
     def settled(self):
+        revive()
         seen = {}
 
         def none():
-            revive()  # one that was killed may take its time to end
             found = list(self.strays())
             seen["last"] = found
             return not found
@@ -915,7 +917,7 @@ def picture():
 
 
 # The engines' own: a daemon that was killed leaves its directories, podman its lock files.
-ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|checkpoint\d|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(libpod|container_images|buildah|storage)"
+ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|checkpoint\d|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(libpod|container_images|buildah|storage|checkpoint\d)"
                          r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /run/(criu.kdat|cryopod-transfers)$|^file /run/libpod/exits/|^file /dev/shm/libpod|^file /var/lib/cryopod/(store|metrics.json|metrics.lock)$|^namespace ")
 
 

@@ -60,7 +60,11 @@ def files():
     deleted = open("/tmp/deleted", "w+b", buffering=0)
     os.unlink("/tmp/deleted")
     data = os.urandom(1 << 18)
-    deleted.write(data)
+    while (got := deleted.tell()) < len(data):  # the disk may be full for now
+        try:
+            deleted.write(data[got:])
+        except OSError:
+            time.sleep(0.1)
     read, write = os.pipe()
     os.write(write, data[:1000])
     os.mkfifo("/tmp/fifo")
