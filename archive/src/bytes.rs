@@ -3,6 +3,7 @@
 pub(crate) mod blobs;
 pub(crate) mod decode;
 pub(crate) mod direct_io;
+pub(crate) mod encryption;
 pub(crate) mod frames;
 pub(crate) mod hash;
 pub(crate) mod lease;

@@ -36,6 +36,10 @@ pub enum Error {
         needed: u64,
         free: u64,
     },
+    #[error(
+        "{path}: encrypted, and {reason}; name the file of an identity that may read it in `identities` under [encrypt] of cryopod's configuration"
+    )]
+    NoKey { path: PathBuf, reason: String },
     #[error("{path}: {reason}")]
     Unsupported {
         path: PathBuf,
@@ -166,6 +170,8 @@ pub enum Bad {
         format: &'static str,
         reason: String,
     },
+    #[error("encrypted data cannot be decrypted: {0}")]
+    Encryption(String),
     #[error("{file}: not valid JSON of its kind: {reason}")]
     Json { file: String, reason: String },
     #[error("{file}: {bytes} bytes, at most {max} are taken for a document")]

@@ -20,6 +20,7 @@ pub mod unpack;
 pub mod verify;
 pub mod vram;
 
+pub use bytes::encryption::{Identities, Recipients};
 pub use bytes::stream::decompressed;
 pub use error::{Bad, Error};
 pub use format::compression::Compression;

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use cryopod_archive::source::ArchivePlace;
 use cryopod_gpu_plan::mapping::gpumap::Wish;
 
-use crate::archives::confined::Decoding;
+use crate::archives::confined::{Decoding, identities};
 use crate::terminal::output;
 
 #[derive(clap::Args)]
@@ -33,8 +33,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let place = ArchivePlace::parse(&args.source);
     // The driver and the host's files are out of the decoder's reach.
     let here = args.map.as_ref().map(|_| page::gpus::here());
+    let identities = identities()?;
     let text = Decoding::of(place.path()).run(|| {
-        let report = report::of(&place.open()?)?;
+        let report = report::of(&place.open(&identities)?)?;
         if args.html.is_some() {
             let places = match (&args.map, &here) {
                 (Some(wish), Some(here)) => page::gpus::places(&report.gpu.gpus, here, wish)?,

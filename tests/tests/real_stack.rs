@@ -62,6 +62,7 @@ mod archive {
         streams: V2 [] "archive/lib.sh" + "archive/streams.sh";
         killed: V2 [] "archive/lib.sh" + "archive/killed.sh";
         registry: V2 [] "archive/lib.sh" + "archive/registry.sh";
+        encrypted: V2 [] "archive/lib.sh" + "archive/encrypted.sh";
         elsewhere: V2 [] "archive/lib.sh" + "archive/elsewhere.sh";
     }
 }

@@ -1,6 +1,6 @@
 //! Computes SHA-256 of streams, each on a thread of its own.
 
-use std::io;
+use std::io::{self, Read};
 use std::sync::Arc;
 use std::thread;
 
@@ -56,6 +56,22 @@ impl HashStream {
             )
         };
         self.digest.recv().map_err(lost)
+    }
+}
+
+/// Hashes what is read, for the blob's digest.
+pub(crate) struct Tee<'h, R> {
+    pub(crate) inner: R,
+    pub(crate) hash: Option<&'h HashStream>,
+}
+
+impl<R: Read> Read for Tee<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buf)?;
+        if let Some(hash) = self.hash {
+            hash.update(&buf[..n]);
+        }
+        Ok(n)
     }
 }
 

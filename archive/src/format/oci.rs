@@ -19,6 +19,9 @@ pub mod media {
     pub const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
     pub const LAYER_GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
     pub const LAYER_ZSTD: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
+    /// Ends the type of a layer that is an `age` stream. Not `+encrypted`, which is ocicrypt's: that has the keys in
+    /// annotations, and `age` could not read it.
+    pub const AGE: &str = "+age";
     /// containerd: CRIU's images, a tar.
     pub const CONTAINERD_CRIU: &str =
         "application/vnd.containerd.container.criu.checkpoint.criu.tar";
@@ -77,16 +80,22 @@ impl Descriptor {
         }
     }
 
-    /// Returns how a layer is compressed. Fails with [`Bad::MediaType`] if it is not a layer of an OCI image.
+    /// Returns true for a layer that is an `age` stream.
+    pub fn is_encrypted(&self) -> bool {
+        self.media_type.ends_with(media::AGE)
+    }
+
+    /// Returns how a layer is compressed, below its encryption. Fails with [`Bad::MediaType`] if it is not a layer of an OCI image.
     pub fn layer_compression(&self, layer: usize) -> Result<Compression, Bad> {
-        match self.media_type.as_str() {
+        let kind = self.media_type.as_str();
+        match kind.strip_suffix(media::AGE).unwrap_or(kind) {
             media::LAYER => Ok(Compression::None),
             media::LAYER_GZIP => Ok(Compression::Gzip),
             media::LAYER_ZSTD => Ok(Compression::Zstd),
             other => Err(Bad::MediaType {
                 what: format!("layer {layer}"),
                 found: other.chars().take(100).collect(),
-                known: "application/vnd.oci.image.layer.v1.tar, +gzip or +zstd",
+                known: "application/vnd.oci.image.layer.v1.tar, +gzip or +zstd, or one of these +age",
             }),
         }
     }

@@ -2,14 +2,13 @@
 
 use super::PackOptions;
 use super::image::{Store, json, put_end, put_entry};
-use super::pipeline::{Pool, with_pool};
-use super::{Destination, Packed};
+use super::pipeline::{Pool, StreamFormat, with_pool};
+use super::{Destination, Packed, not_encrypted};
 use crate::bytes::blobs::Blobs;
 use crate::bytes::staging::Staging;
 use crate::bytes::stream::Section;
 use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
-use crate::format::compression::Compression;
 use crate::format::digest::Digest;
 use crate::format::entry::Entry;
 use crate::format::limits::Limits;
@@ -33,6 +32,9 @@ pub fn complete(
             reason: format!("a {} is no checkpoint of containerd's own", source.kind()),
         });
     };
+    if options.recipients.is_some() {
+        return Err(not_encrypted(to.path()));
+    }
     let bytes = source
         .stored_bytes()?
         .saturating_add(stored.reference.bytes());
@@ -90,7 +92,7 @@ struct Indexes {
 impl CompleteParts<'_> {
     fn write(&self, mut out: Store) -> Result<Packed, Error> {
         let mut content_bytes = 0;
-        let written = out.layer(self.pool, Compression::None, |input| {
+        let written = out.layer(self.pool, &StreamFormat::PLAIN, |input| {
             let section = self.blobs.open(self.criu)?;
             let mut reader = TarReader::new(section, self.limits, None);
             let read = |e| Error::from_io(self.source.path(), "read it", e);
@@ -184,7 +186,7 @@ impl CompleteParts<'_> {
         let mut section = self.blobs.raw(digest)?;
         let bytes = section.left();
         let path = self.source.path();
-        let written = out.layer(self.pool, Compression::None, |input| {
+        let written = out.layer(self.pool, &StreamFormat::PLAIN, |input| {
             let taken = input.take(&mut section, bytes);
             taken.map_err(|e| Error::from_io(path, "read it", e))
         })?;

@@ -118,6 +118,16 @@ pub(super) fn annotations(known: &KnownContent, kind: Kind) -> BTreeMap<String, 
     out
 }
 
+/// Returns what anybody may know of an encrypted checkpoint.
+pub(super) fn of_encrypted(known: &KnownContent) -> BTreeMap<String, String> {
+    [
+        (annotation::CONTENT_BYTES, known.bytes.to_string()),
+        (annotation::FORMAT, annotation::FORMAT_VERSION.to_owned()),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .into()
+}
+
 fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
     let join = |mut list: Vec<String>| {
         list.dedup();

@@ -7,7 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::pipeline::{Input, Pool, WrittenStream};
+use super::pipeline::{Input, Pool, StreamFormat, WrittenStream};
 use super::plan::{Item, KnownContent};
 use super::{PackOptions, Packed, facts, tarwrite};
 use crate::bytes::blobs::blob_name;
@@ -81,7 +81,7 @@ impl Store {
     pub(super) fn layer(
         &self,
         pool: &Pool<'_>,
-        compression: Compression,
+        how: &StreamFormat<'_>,
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), Error>,
     ) -> Result<WrittenStream, Error> {
         match self {
@@ -97,7 +97,7 @@ impl Store {
                     .map_err(wrap("create it"))?;
                 let mut out = Through::new(file.try_clone().map_err(wrap("open it"))?)
                     .map_err(wrap("write it"))?;
-                let written = run(pool, compression, &mut out, &path, produce)?;
+                let written = run(pool, how, &mut out, &path, produce)?;
                 file.sync_all().map_err(wrap("write it to disk"))?;
                 if let Some(blob) = &written.blob {
                     let name = dir.join(blob.hex());
@@ -114,7 +114,7 @@ impl Store {
                 let mut out = Through::new(file.try_clone().map_err(wrap("open it"))?)
                     .map_err(wrap("write it"))?
                     .alone();
-                let written = run(pool, compression, &mut out, path, produce)?;
+                let written = run(pool, how, &mut out, path, produce)?;
                 let padding = vec![0; tarwrite::padding(written.output) as usize];
                 at.seek(SeekFrom::End(0))
                     .and_then(|_| at.write_all(&padding))
@@ -198,7 +198,10 @@ impl Store {
         source: &Source,
         options: &PackOptions,
     ) -> Result<Packed, Error> {
-        let mut annotations = facts::annotations(known, source.kind());
+        let mut annotations = match options.recipients {
+            None => facts::annotations(known, source.kind()),
+            Some(_) => facts::of_encrypted(known),
+        };
         annotations.extend(options.annotations.clone());
         let config = json(&facts::config(known, &annotations, diff_ids))?;
         let config_descriptor =
@@ -255,15 +258,13 @@ pub(super) fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Error> {
 
 fn run(
     pool: &Pool<'_>,
-    compression: Compression,
+    how: &StreamFormat<'_>,
     out: &mut (dyn Write + Send),
     path: &Path,
     produce: impl FnOnce(&mut Input<'_>) -> Result<(), Error>,
 ) -> Result<WrittenStream, Error> {
-    pool.write(compression, true, out, |input| {
-        produce(input).map_err(Carried::from)
-    })
-    .map_err(|e| e.into_error(path))
+    pool.write(how, out, |input| produce(input).map_err(Carried::from))
+        .map_err(|e| e.into_error(path))
 }
 
 pub(super) enum Carried {
@@ -335,19 +336,20 @@ pub(super) fn put_end(input: &mut Input<'_>, path: &Path) -> Result<(), Error> {
 
 pub(super) fn descriptor(
     written: &WrittenStream,
-    compression: Compression,
+    how: &StreamFormat<'_>,
     large: Option<&[String]>,
 ) -> Result<Descriptor, Error> {
-    let kind = match compression {
+    let kind = match how.compression {
         Compression::None => media::LAYER,
         Compression::Gzip => media::LAYER_GZIP,
         Compression::Zstd => media::LAYER_ZSTD,
     };
+    let encrypted = how.recipients.map_or("", |_| media::AGE);
     let digest = written.blob.clone().ok_or_else(|| Error::Unsupported {
         path: PathBuf::new(),
         reason: "a layer was written without its digest".into(),
     })?;
-    let mut descriptor = Descriptor::new(kind, digest, written.output);
+    let mut descriptor = Descriptor::new(&format!("{kind}{encrypted}"), digest, written.output);
     descriptor
         .annotations
         .insert(annotation::LAYER_BYTES.into(), written.input.to_string());

@@ -43,7 +43,8 @@ fn write(
             compression = Compression::None;
         }
     }
-    let written = store.layer(pool, compression, |input| {
+    let how = options.layer(compression);
+    let written = store.layer(pool, &how, |input| {
         for item in &group.items {
             put(input, item, source)?;
         }
@@ -51,7 +52,7 @@ fn write(
     })?;
     Ok((
         written.content.clone(),
-        descriptor(&written, compression, group.large.as_deref())?,
+        descriptor(&written, &how, group.large.as_deref())?,
     ))
 }
 
@@ -185,19 +186,15 @@ pub(super) fn streamed(
                 content: ItemContent::Section(section),
             });
         } else {
-            let compression = compression_of(&entry.name, options);
-            let written = store.layer(pool, compression, |input| {
+            let how = options.layer(compression_of(&entry.name, options));
+            let written = store.layer(pool, &how, |input| {
                 for parent in plan::parents(&entry.name, &small) {
                     put(input, &parent, source)?;
                 }
                 put_entry(input, &entry, reader, path)?;
                 put_end(input, path)
             })?;
-            let descriptor = descriptor(
-                &written,
-                compression,
-                Some(std::slice::from_ref(&entry.name)),
-            )?;
+            let descriptor = descriptor(&written, &how, Some(std::slice::from_ref(&entry.name)))?;
             large.push((entry.name.clone(), (written.content.clone(), descriptor)));
         }
         Ok(())

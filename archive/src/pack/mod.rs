@@ -19,10 +19,11 @@ use std::sync::Arc;
 
 pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
-use self::pipeline::{Input, Pool, with_pool};
+use self::pipeline::{Input, Pool, StreamFormat, with_pool};
 use self::plan::{Item, KnownContent};
 use crate::bytes::decode::{Decoder, Hash, with_decoder};
 use crate::bytes::direct_io::Through;
+use crate::bytes::encryption::Recipients;
 use crate::bytes::staging::Staging;
 use crate::error::Error;
 use crate::format::compression::Compression;
@@ -113,8 +114,29 @@ pub struct PackOptions {
     /// Files that replace or complete those of the source, by their normalised names.
     pub extra_files: BTreeMap<String, Vec<u8>>,
     pub replace: bool,
+    /// Encrypts the layers of an image for these.
+    pub recipients: Option<Recipients>,
     pub limits: Limits,
     pub progress: Arc<Progress>,
+}
+
+impl PackOptions {
+    /// Checks that the destination may be written, as [`Destination::check`] does, and as it is wished.
+    pub fn check(&self, to: &Destination) -> Result<(), Error> {
+        to.check(self.replace)?;
+        match (to, &self.recipients) {
+            (Destination::Tar(path, _), Some(_)) => Err(not_encrypted(path)),
+            _ => Ok(()),
+        }
+    }
+
+    fn layer(&self, compression: Compression) -> StreamFormat<'_> {
+        StreamFormat {
+            compression,
+            hash: true,
+            recipients: self.recipients.as_ref(),
+        }
+    }
 }
 
 impl Default for PackOptions {
@@ -128,6 +150,7 @@ impl Default for PackOptions {
             name: None,
             extra_files: BTreeMap::new(),
             replace: false,
+            recipients: None,
             limits: Limits::default(),
             progress: Arc::default(),
         }
@@ -147,7 +170,7 @@ pub struct Packed {
 /// Writes a checkpoint to a destination. After an error nothing has the destination's name or, with
 /// [`PackOptions::replace`], the old content still has it.
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
-    to.check(options.replace)?;
+    options.check(to)?;
     check_options(source, options)?;
     let items = plan::random_access(source, options)?;
     if let (Destination::Tar(..), Some(items)) = (to, &items)
@@ -215,6 +238,13 @@ fn no_engine(source: &Source) -> Error {
     }
 }
 
+fn not_encrypted(path: &Path) -> Error {
+    Error::Unsupported {
+        path: path.into(),
+        reason: "an engine's own file cannot be encrypted, as the engine could not read it; oci:DIR and oci-archive:FILE can".into(),
+    }
+}
+
 fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
     let unsupported = |reason| Error::Unsupported {
         path: source.path().into(),
@@ -258,7 +288,12 @@ impl Run<'_> {
             .map_err(wrap)?
             .alone();
         let mut known = KnownContent::default();
-        let written = self.pool.write(compression, false, &mut out, |input| {
+        let how = StreamFormat {
+            compression,
+            hash: false,
+            recipients: None,
+        };
+        let written = self.pool.write(&how, &mut out, |input| {
             self.everything(items, input, &mut known)
                 .map_err(Carried::from)
         });
@@ -356,14 +391,11 @@ impl Run<'_> {
                 written = layers::parallel(source, &groups, &store, self.pool, options)?;
             }
             None if options.single_layer => {
-                let compression = options.compression;
-                let layer = store.layer(self.pool, compression, |input| {
+                let how = options.layer(options.compression);
+                let layer = store.layer(self.pool, &how, |input| {
                     self.everything(None, input, &mut known)
                 })?;
-                written.push((
-                    layer.content.clone(),
-                    descriptor(&layer, compression, None)?,
-                ));
+                written.push((layer.content.clone(), descriptor(&layer, &how, None)?));
             }
             None => written.extend(layers::streamed(self, &store, staging, &mut known)?),
         }

@@ -14,6 +14,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use super::entropy;
 use crate::bytes::direct_io::Aligned;
+use crate::bytes::encryption::Recipients;
 use crate::bytes::hash;
 use crate::bytes::lease::{Lease, Spare};
 use crate::error::Cancelled;
@@ -174,10 +175,47 @@ fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
 pub(crate) struct WrittenStream {
     pub(crate) input: u64,
     pub(crate) output: u64,
-    /// Digest of the input, if the caller asked for it.
+    /// Digest of the input, if the caller asked for it; of the output where that is encrypted.
     pub(crate) content: Option<Digest>,
     /// Digest of the output.
     pub(crate) blob: Option<Digest>,
+}
+
+/// What a stream is made of its content.
+pub(crate) struct StreamFormat<'s> {
+    pub(crate) compression: Compression,
+    /// Its digests are wanted.
+    pub(crate) hash: bool,
+    /// Encrypts it for these.
+    pub(crate) recipients: Option<&'s Recipients>,
+}
+
+impl StreamFormat<'static> {
+    pub(crate) const PLAIN: Self = Self {
+        compression: Compression::None,
+        hash: true,
+        recipients: None,
+    };
+}
+
+/// Counts and hashes what is written.
+struct CountedOutput<'c> {
+    out: &'c mut (dyn Write + Send),
+    digest: &'c hash::HashStream,
+    bytes: u64,
+}
+
+impl Write for CountedOutput<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        self.out.write_all(data)?;
+        self.digest.update(data);
+        self.bytes += data.len() as u64;
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
 }
 
 enum PackedPiece {
@@ -193,16 +231,20 @@ impl Pool<'_> {
     /// Writes what `produce` puts into its [`Input`]. Returns errors of `produce` and `out`.
     pub(crate) fn write<E: From<io::Error>>(
         &self,
-        compression: Compression,
-        hash: bool,
+        how: &StreamFormat<'_>,
         out: &mut (dyn Write + Send),
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), E>,
     ) -> Result<WrittenStream, E> {
+        let (compression, hash) = (how.compression, how.hash);
         thread::scope(|scope| {
             let (to_write, write_in) = unbounded::<PackedPiece>();
-            let content = hash.then(hash::HashStream::new);
-            let twice = hash && compression != Compression::None;
-            let writer = scope.spawn(move || self.write_pieces(&write_in, twice, out));
+            // A digest of what is secret would tell who guesses it that the guess is right.
+            let content = (hash && how.recipients.is_none()).then(hash::HashStream::new);
+            let stored = hash && (compression != Compression::None || content.is_none());
+            let writer = scope.spawn(move || match how.recipients {
+                None => self.write_pieces(&write_in, stored, out),
+                Some(recipients) => self.write_encrypted(&write_in, recipients, out),
+            });
             let mut input = Input {
                 pool: self,
                 compression,
@@ -222,7 +264,8 @@ impl Pool<'_> {
                 (Ok(written), Ok(())) => written,
             };
             let content = content.map(hash::HashStream::finish).transpose()?;
-            let blob = if twice { blob } else { content.clone() };
+            let blob = if stored { blob } else { content.clone() };
+            let content = content.or_else(|| blob.clone());
             Ok(WrittenStream {
                 input: bytes,
                 output,
@@ -232,11 +275,30 @@ impl Pool<'_> {
         })
     }
 
+    fn write_encrypted(
+        &self,
+        pieces: &Receiver<PackedPiece>,
+        recipients: &Recipients,
+        out: &mut (dyn Write + Send),
+    ) -> io::Result<(u64, Option<Digest>)> {
+        let digest = hash::HashStream::new();
+        let counted = CountedOutput {
+            out,
+            digest: &digest,
+            bytes: 0,
+        };
+        let write = |out: &mut dyn Write| self.write_pieces(pieces, false, out);
+        let (_, mut counted) = recipients.encrypt(counted, write)?;
+        counted.flush()?;
+        let bytes = counted.bytes;
+        Ok((bytes, Some(digest.finish()?)))
+    }
+
     fn write_pieces(
         &self,
         pieces: &Receiver<PackedPiece>,
         hash: bool,
-        out: &mut (dyn Write + Send),
+        out: &mut dyn Write,
     ) -> io::Result<(u64, Option<Digest>)> {
         let digest = hash.then(hash::HashStream::new);
         let mut bytes = 0;

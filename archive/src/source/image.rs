@@ -7,6 +7,7 @@ use std::path::Path;
 use super::tarball::visit_tar;
 use super::{Kind, SourceInner, Visitor};
 use crate::bytes::blobs::Blobs;
+use crate::bytes::encryption::Identities;
 use crate::bytes::stream::{Allowance, Hashed, Stream};
 use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
@@ -57,6 +58,7 @@ pub(crate) struct ImageSource {
     pub(crate) blobs: Blobs,
     pub(crate) image: Image,
     layers: Vec<Layer>,
+    pub(crate) identities: Identities,
 }
 
 #[derive(Debug, Clone)]
@@ -277,6 +279,7 @@ fn read_image(
         blobs: blobs.clone(),
         image,
         layers,
+        identities: Identities::default(),
     })
 }
 

@@ -53,7 +53,7 @@ impl Source {
             SourceInner::Image(image) => {
                 let plain = image
                     .layers()
-                    .filter(|l| l.compression == Compression::None);
+                    .filter(|l| l.compression == Compression::None && !l.descriptor.is_encrypted());
                 for layer in plain {
                     let files = layer.files();
                     let Some([file]) = files.as_deref() else {

@@ -18,6 +18,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use crate::bytes::decode::{Hash, with_decoder};
+use crate::bytes::encryption::Identities;
 use crate::error::{Bad, Error};
 use crate::format::compression::Compression;
 use crate::format::entry::Entry;
@@ -120,7 +121,10 @@ impl Source {
     /// # Errors
     /// As for [`Source::open`]; another image has taken its place.
     pub(crate) fn reopen(&self, limits: &Limits) -> Result<Self, Error> {
-        let again = Self::open_image(&self.path, self.asked.as_deref(), limits)?;
+        let mut again = Self::open_image(&self.path, self.asked.as_deref(), limits)?;
+        if let SourceInner::Image(image) = &self.inner {
+            again.unlock(&image.identities);
+        }
         if again.image().map(|i| &i.digest) != self.image().map(|i| &i.digest) {
             return Err(Error::NotACheckpoint {
                 path: self.path.clone(),
@@ -128,6 +132,19 @@ impl Source {
             });
         }
         Ok(again)
+    }
+
+    /// Takes the keys for what is encrypted in it.
+    pub fn unlock(&mut self, identities: &Identities) {
+        if let SourceInner::Image(image) = &mut self.inner {
+            image.identities = identities.clone();
+        }
+    }
+
+    /// Returns true if it has a layer that no engine can read.
+    pub fn is_encrypted(&self) -> bool {
+        let layers = self.image().into_iter().flat_map(|i| &i.manifest.layers);
+        layers.into_iter().any(Descriptor::is_encrypted)
     }
 
     pub fn kind(&self) -> Kind {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::Source;
+use crate::bytes::encryption::Identities;
 use crate::error::Error;
 use crate::format::limits::Limits;
 
@@ -51,9 +52,12 @@ impl ArchivePlace {
         self.image.as_deref()
     }
 
-    /// Opens the archive within the default limits.
-    pub fn open(&self) -> Result<Source, Error> {
-        Source::open_image(&self.path, self.image.as_deref(), &Limits::default())
+    /// Opens the archive within the default limits, with keys for what is encrypted.
+    pub fn open(&self, identities: &Identities) -> Result<Source, Error> {
+        let image = self.image.as_deref();
+        let mut source = Source::open_image(&self.path, image, &Limits::default())?;
+        source.unlock(identities);
+        Ok(source)
     }
 }
 

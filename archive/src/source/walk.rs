@@ -6,8 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
+use super::image::ImageSource;
+use super::tarball::Tarball;
 use super::{Layer, Source, SourceInner, Visitor, visit_tar};
 use crate::bytes::decode::{Decoder, Digests, Hash};
+use crate::bytes::encryption::Identities;
+use crate::bytes::hash::HashStream;
 use crate::bytes::stream::{Allowance, Section};
 use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
@@ -67,19 +71,7 @@ pub(crate) fn walk(
             Some(index) => walk.each(&index, |(entry, section)| {
                 walk.counted(entry, section.clone())
             }),
-            None => {
-                let allowance = Allowance::of(limits);
-                let raw = tar.section().clone();
-                walk.tar(
-                    raw,
-                    tar.compression(),
-                    allowance,
-                    None,
-                    tar.below(),
-                    Hash::No,
-                )
-                .map(drop)
-            }
+            None => walk.tar(Raw::of_tar(tar, limits)).map(drop),
         },
         SourceInner::Image(image) => {
             // The largest first, so that none runs alone at the end.
@@ -88,9 +80,7 @@ pub(crate) fn walk(
             let bytes = layers.iter().map(|l| l.descriptor.size).sum();
             decoder.progress().set_total(bytes);
             layers.sort_by_key(|l| std::cmp::Reverse(l.descriptor.size));
-            walk.each(&layers, |layer| {
-                walk.layer(layer, image.blobs.open(&layer.descriptor)?)
-            })
+            walk.each(&layers, |layer| walk.layer(image, layer))
         }
         SourceInner::Containerd(_) => visit(
             source,
@@ -188,39 +178,14 @@ impl Walk<'_> {
         }
     }
 
-    fn layer(&self, layer: &Layer, section: Section) -> Result<(), Error> {
-        let allowance = layer.allowance(self.limits);
-        let index = Some(layer.index);
-        let digests = self.tar(
-            section,
-            layer.compression,
-            allowance,
-            index,
-            None,
-            self.sink.hash(),
-        )?;
+    fn layer(&self, image: &ImageSource, layer: &Layer) -> Result<(), Error> {
+        let digests = self.tar(Raw::of(image, layer, self.limits, self.sink.hash())?)?;
         layer
             .check(&digests)
             .map_err(|bad| Error::bad(self.source.path(), bad))
     }
 
-    fn tar(
-        &self,
-        raw: Section,
-        compression: Compression,
-        allowance: Allowance,
-        layer: Option<usize>,
-        below: Option<&str>,
-        hash: Hash,
-    ) -> Result<Digests, Error> {
-        let raw = Raw {
-            section: raw,
-            compression,
-            allowance,
-            layer,
-            below,
-            hash,
-        };
+    fn tar(&self, raw: Raw<'_>) -> Result<Digests, Error> {
         let source = self.source.path();
         raw.entries(self.decoder, self.limits, source, &mut |entry, reader| {
             self.entry(entry, reader)
@@ -228,8 +193,11 @@ impl Walk<'_> {
     }
 }
 
+/// A tar that is read from front to end.
 struct Raw<'r> {
     section: Section,
+    /// It is encrypted, and one of these may open it.
+    identities: Option<&'r Identities>,
     compression: Compression,
     allowance: Allowance,
     layer: Option<usize>,
@@ -237,7 +205,37 @@ struct Raw<'r> {
     hash: Hash,
 }
 
-impl Raw<'_> {
+impl<'r> Raw<'r> {
+    fn of(
+        image: &'r ImageSource,
+        layer: &Layer,
+        limits: &Limits,
+        hash: Hash,
+    ) -> Result<Self, Error> {
+        let encrypted = layer.descriptor.is_encrypted();
+        Ok(Self {
+            section: image.blobs.open(&layer.descriptor)?,
+            identities: encrypted.then_some(&image.identities),
+            compression: layer.compression,
+            allowance: layer.allowance(limits),
+            layer: Some(layer.index),
+            below: None,
+            hash,
+        })
+    }
+
+    fn of_tar(tar: &'r Tarball, limits: &Limits) -> Self {
+        Self {
+            section: tar.section().clone(),
+            identities: None,
+            compression: tar.compression(),
+            allowance: Allowance::of(limits),
+            layer: None,
+            below: tar.below(),
+            hash: Hash::No,
+        }
+    }
+
     fn entries(
         self,
         decoder: &Decoder<'_>,
@@ -245,8 +243,31 @@ impl Raw<'_> {
         path: &Path,
         visitor: &mut Visitor<'_>,
     ) -> Result<Digests, Error> {
-        let (compression, allowance) = (self.compression, self.allowance);
-        let read = decoder.read(self.section, compression, allowance, self.hash, |output| {
+        let section = self.section.clone();
+        let Some(identities) = self.identities else {
+            return self.decoded(section, self.hash, decoder, limits, path, visitor);
+        };
+        // The digest is that of the stored bytes; `age` proves the others.
+        let hash = HashStream::new();
+        let plain = identities.decrypt(section, Some(&hash), path)?;
+        self.decoded(plain, Hash::No, decoder, limits, path, visitor)?;
+        let blob = hash.finish().map_err(Error::io(path, "read it"))?;
+        Ok(Digests {
+            blob: Some(blob),
+            content: None,
+        })
+    }
+
+    fn decoded(
+        &self,
+        raw: impl Read + Send,
+        hash: Hash,
+        decoder: &Decoder<'_>,
+        limits: &Limits,
+        path: &Path,
+        visitor: &mut Visitor<'_>,
+    ) -> Result<Digests, Error> {
+        let read = decoder.read(raw, self.compression, self.allowance, hash, |output| {
             let mut reader = TarReader::new(output, limits, self.layer);
             visit_tar(&mut reader, self.below, path, visitor).map_err(WalkError::Ours)?;
             reader.finish()?;
@@ -288,26 +309,12 @@ pub(crate) fn visit(
     };
     match &source.inner {
         SourceInner::Tar(tar) => {
-            let raw = Raw {
-                section: tar.section().clone(),
-                compression: tar.compression(),
-                allowance: Allowance::of(limits),
-                layer: None,
-                below: tar.below(),
-                hash: Hash::No,
-            };
+            let raw = Raw::of_tar(tar, limits);
             raw.entries(decoder, limits, path, &mut new).map(drop)
         }
         SourceInner::Image(image) => {
             for layer in image.layers().filter(|l| wanted(l)) {
-                let raw = Raw {
-                    section: image.blobs.open(&layer.descriptor)?,
-                    compression: layer.compression,
-                    allowance: layer.allowance(limits),
-                    layer: Some(layer.index),
-                    below: None,
-                    hash,
-                };
+                let raw = Raw::of(image, layer, limits, hash)?;
                 let digests = raw.entries(decoder, limits, path, &mut new)?;
                 layer.check(&digests).map_err(|bad| Error::bad(path, bad))?;
             }

@@ -13,6 +13,7 @@ use cryopod_archive::store::{Found, Reference, find, find_in, gather};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::verify::{VerifyOptions, verify};
 
+use crate::archives::confined;
 use crate::archives::pack::{PackMethod, completed, destination};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
@@ -44,9 +45,9 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let to = args.output.as_deref().map(destination).transpose()?;
     if let Some(to) = &to {
-        to.check(args.how.replace())?;
+        args.how.check(to)?;
     }
-    let source = ArchivePlace::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     let stores = stores(&args.store)?;
     let found = found(&source, &stores)?.with_context(|| {
         format!(
@@ -76,7 +77,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     if source.containerd().is_some() && !matches!(to, Destination::Tar(..)) {
         // containerd restores only its own form.
-        let options = args.how.options(BTreeMap::new());
+        let options = args.how.options(BTreeMap::new())?;
         let packed = ui::with_progress("bundle", args.how.quiet(), &options.progress, || {
             complete(&source, &found, &to, &options)
         })?;

@@ -3,15 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_archive::Error;
 use cryopod_archive::format::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
 use cryopod_archive::vram::parent::WantedParent;
+use cryopod_archive::{Error, Identities};
 use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
-use cryopod_operations::config::TimeLimits;
+use cryopod_operations::config::{Config, TimeLimits};
 
 use crate::{one_line, terminal::ui};
+
+/// Reads the keys for encrypted archives, which a decoder could not.
+pub fn identities() -> anyhow::Result<Identities> {
+    Ok(Config::load()?.encrypt.identities())
+}
 
 /// The longest chain of checkpoints that is followed.
 const MAX_PARENTS: usize = 1024;

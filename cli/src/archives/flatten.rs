@@ -12,6 +12,7 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 
 use crate::archives::bundle::found;
+use crate::archives::confined;
 use crate::archives::pack::{PackMethod, destination};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
@@ -46,7 +47,7 @@ fn to_directory(source: &Source, output: &str) -> bool {
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     raise_open_files();
-    let mut source = ArchivePlace::parse(&args.source).open()?;
+    let mut source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     let stores = stores(&[])?;
     if !stores.is_empty()
         && let Some(stored) = found(&source, &stores)?
@@ -63,7 +64,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let path = match &to {
         Some(to) => {
-            to.check(args.how.replace())?;
+            args.how.check(to)?;
             to.path().to_owned()
         }
         None => PathBuf::from(&args.output),
@@ -110,6 +111,6 @@ fn put(whole: &Path, path: &Path) -> io::Result<()> {
 }
 
 fn pack(args: &Args, whole: &Path, to: &Destination) -> anyhow::Result<()> {
-    let whole = ArchivePlace::parse(&whole.to_string_lossy()).open()?;
+    let whole = Source::open(whole)?;
     args.how.write_silently("pack", &whole, to)
 }

@@ -13,10 +13,12 @@ use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, container::engine};
 
+use crate::archives::confined::identities;
 use crate::archives::registry_args::{RegistryAccess, RegistryArgs};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
 use cryopod_archive::source::ArchivePlace;
+use cryopod_operations::config::Config;
 use cryopod_operations::config::restore::REGISTRY;
 use cryopod_registry::parse_reference;
 
@@ -56,6 +58,13 @@ pub struct PackMethod {
     /// KEY=VALUE: an annotation of the image; may be given several times.
     #[arg(long = "annotation", value_parser = annotation)]
     annotations: Vec<(String, String)>,
+    /// Encrypt an image for this recipient: age1..., a public key of SSH, or a file with some; may be given several
+    /// times. Without it, for those of the configuration.
+    #[arg(long, value_name = "RECIPIENT|FILE")]
+    encrypt_to: Vec<String>,
+    /// Do not encrypt, whatever the configuration says.
+    #[arg(long, conflicts_with = "encrypt_to")]
+    no_encrypt: bool,
     /// Replace an existing output.
     #[arg(long)]
     replace: bool,
@@ -84,7 +93,7 @@ fn annotation(text: &str) -> Result<(String, String), String> {
 }
 
 impl PackMethod {
-    /// The defaults of the command line.
+    /// The defaults of the command line, without encryption.
     pub fn plain(quiet: bool) -> Self {
         Self {
             compression: Compression::Zstd,
@@ -93,10 +102,18 @@ impl PackMethod {
             single_layer: false,
             name: None,
             annotations: Vec::new(),
+            encrypt_to: Vec::new(),
+            no_encrypt: true,
             replace: false,
             quiet,
             unsaid: false,
         }
+    }
+
+    /// The same, encrypted as the configuration says.
+    pub fn configured(mut self) -> Self {
+        self.no_encrypt = false;
+        self
     }
 
     pub fn named(mut self, name: Option<&str>) -> Self {
@@ -120,7 +137,7 @@ impl PackMethod {
         source: &Source,
         to: &Destination,
     ) -> anyhow::Result<()> {
-        let options = self.options(completed(source)?);
+        let options = self.options(completed(source)?)?;
         ui::with_progress(what, self.quiet, &options.progress, || {
             pack(source, to, &options)
         })?;
@@ -136,13 +153,19 @@ impl PackMethod {
         self.quiet
     }
 
-    pub fn replace(&self) -> bool {
-        self.replace
+    /// Checks that the destination may be written as it is wished.
+    pub fn check(&self, to: &Destination) -> anyhow::Result<()> {
+        Ok(self.options(BTreeMap::new())?.check(to)?)
     }
 
     /// Builds the library's options, with files that complete the source's.
-    pub fn options(&self, extra_files: BTreeMap<String, Vec<u8>>) -> PackOptions {
-        PackOptions {
+    pub fn options(&self, extra_files: BTreeMap<String, Vec<u8>>) -> anyhow::Result<PackOptions> {
+        let recipients = match self.no_encrypt {
+            true => None,
+            false => Config::load()?.encrypt.recipients(&self.encrypt_to)?,
+        };
+        Ok(PackOptions {
+            recipients,
             level: self.level,
             compression: self.compression,
             threads: self.threads,
@@ -152,7 +175,7 @@ impl PackMethod {
             extra_files,
             replace: self.replace,
             ..PackOptions::default()
-        }
+        })
     }
 
     /// Packs, shows progress, and reports what was written.
@@ -163,7 +186,7 @@ impl PackMethod {
         to: &Destination,
         extra_files: BTreeMap<String, Vec<u8>>,
     ) -> anyhow::Result<Packed> {
-        let options = self.options(extra_files);
+        let options = self.options(extra_files)?;
         let packed = ui::with_progress(what, self.quiet, &options.progress, || {
             pack(source, to, &options)
         })?;
@@ -238,7 +261,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(image) = image {
         parse_reference(image)?;
     }
-    let source = ArchivePlace::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open(&identities()?)?;
     let images = source.images_directory();
     if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
         eprintln!(

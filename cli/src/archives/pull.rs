@@ -7,6 +7,7 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
+use crate::archives::confined;
 use crate::archives::pack::{self, PackMethod};
 use crate::archives::registry_args::{RegistryArgs, said};
 use crate::temp_dir::{Holds, LockedTempDir};
@@ -32,7 +33,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let layout = temp.path().join("image");
             pull(args, &layout)?;
             let how = PackMethod::plain(args.registry.quiet());
-            how.write("pack", &Source::open(&layout)?, &to, Default::default())?;
+            let mut source = Source::open(&layout)?;
+            source.unlock(&confined::identities()?);
+            how.write("pack", &source, &to, Default::default())?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use cryopod_archive::source::ArchivePlace;
 
+use crate::archives::confined;
 use crate::archives::pack;
 use crate::archives::registry_args::RegistryArgs;
 
@@ -19,11 +20,11 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = ArchivePlace::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     match source.image() {
         Some(_) => args.registry.push(&source, &args.image)?,
         None => {
-            let how = pack::PackMethod::plain(args.registry.quiet());
+            let how = pack::PackMethod::plain(args.registry.quiet()).configured();
             pack::to_registry(&source, &args.image, &how, &args.registry)?;
         }
     }

@@ -27,7 +27,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = ArchivePlace::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     let options = UnpackOptions {
         images_only: args.images_only,
         threads: args.threads,

@@ -7,7 +7,7 @@ use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::verify::{Verified, VerifyOptions, table, verify_with};
 use cryopod_archive::vram::parent::WantedParent;
 
-use crate::archives::confined::Decoding;
+use crate::archives::confined::{Decoding, identities};
 use crate::store::stores;
 use crate::terminal::ui;
 use cryopod_archive::source::ArchivePlace;
@@ -39,12 +39,13 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         parents: args.parents.clone(),
         ..VerifyOptions::default()
     };
+    let identities = identities()?;
     let mut decoding = Decoding::of(place.path());
     decoding.read.extend(args.parents.iter().cloned());
     decoding.read.extend(stores.iter().cloned());
     // Where it builds upon others, they are read, too.
     let table = decoding.run(|| {
-        let source = place.open()?;
+        let source = place.open(&identities)?;
         let Some(table) = table(&source, &options.limits)? else {
             return Ok(Vec::new());
         };
@@ -62,7 +63,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     });
     let options = VerifyOptions { stores, ..options };
     let verifying = decoding.start(|| {
-        let done = verify_with(&place.open()?, table, &options)?;
+        let done = verify_with(&place.open(&identities)?, table, &options)?;
         Ok(said(&place, &done).into_bytes())
     })?;
     let said = ui::with_progress("verify", args.quiet, &options.progress, || {

@@ -54,7 +54,8 @@ impl InCache {
 
 impl KnownBlobs for InCache {
     fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<BlobPiece>> {
-        if self.chunks.is_empty() {
+        let secret = manifest.layers.first().is_some_and(|l| l.is_encrypted());
+        if self.chunks.is_empty() || secret {
             return BTreeMap::new();
         }
         let index = match layers::index(first) {

@@ -79,14 +79,18 @@ impl Pull<'_> {
             }
             let made = Source::open(&layout)
                 .map_err(anyhow::Error::from)
-                .and_then(|pulled| self.unpack(&pulled, work));
+                .and_then(|mut pulled| {
+                    pulled.unlock(&self.config.encrypt.identities());
+                    self.unpack(&pulled, work)
+                });
             fs::remove_dir_all(&layout)?;
             made
         })
     }
 
     fn archive(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
-        let source = ArchivePlace::parse(&self.args.source).open()?;
+        let source =
+            ArchivePlace::parse(&self.args.source).open(&self.config.encrypt.identities())?;
         let digest = match source.image() {
             Some(image) => image.digest.clone(),
             None => identity(&source)?,

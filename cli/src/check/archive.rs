@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::engine;
-use crate::archives::confined::Decoding;
+use crate::archives::confined::{Decoding, identities};
 use crate::engines::engine::Engine;
 
 /// containerd's record of a container, as [`Source`] names it.
@@ -218,6 +218,7 @@ fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
             || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
             || file_sizes::is_wanted(name)
     };
+    let identities = identities().map_err(|e| e.to_string())?;
     let decoded = Decoding::of(ask.path).run(|| {
         let volumes = RefCell::new(BTreeSet::new());
         let has_image = Cell::new(false);
@@ -228,7 +229,8 @@ fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
             }
             wanted(name)
         };
-        let source = Source::open_image(ask.path, ask.image, &limits)?;
+        let mut source = Source::open_image(ask.path, ask.image, &limits)?;
+        source.unlock(&identities);
         let files = source.small_files(&wanted, &limits)?;
         let parts = source.containerd();
         // Only what goes on running can change the files that its engine packs.

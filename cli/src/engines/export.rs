@@ -129,10 +129,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
             &format!("cryopod push oci:PATH {image}"),
         );
     }
-    let to = Destination::parse(&args.output);
-    // Checked before anything is frozen.
-    to.check(args.how.replace())?;
-    take(args, &to, &args.how, steps)
+    take(args, &Destination::parse(&args.output), &args.how, steps)
 }
 
 fn take(
@@ -141,6 +138,8 @@ fn take(
     how: &PackMethod,
     steps: &mut Steps,
 ) -> anyhow::Result<ExitCode> {
+    // Before anything is frozen.
+    how.check(to)?;
     let engine = match args.engine {
         Some(engine) => engine,
         None => which::knows(&args.container, &args.namespace)?,

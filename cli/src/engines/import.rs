@@ -78,8 +78,12 @@ impl std::str::FromStr for ImportMap {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let received = (args.source == "-").then(streams::receive).transpose()?;
     let source = match &received {
-        Some(received) => Source::open(&received.path)?,
-        None => ArchivePlace::parse(&args.source).open()?,
+        Some(received) => {
+            let mut source = Source::open(&received.path)?;
+            source.unlock(&confined::identities()?);
+            source
+        }
+        None => ArchivePlace::parse(&args.source).open(&confined::identities()?)?,
     };
     let records = ImportRecords::of(&source)?;
     let engine = match args.engine {
@@ -194,7 +198,7 @@ fn image(args: &Args, source: &Source, records: &ImportRecords) -> anyhow::Resul
 }
 
 fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> {
-    if source.kind() == Kind::OciLayout {
+    if source.kind() == Kind::OciLayout && !source.is_encrypted() {
         return Ok(fs::canonicalize(source.path())?);
     }
     let layout = temp.join("image");
@@ -205,7 +209,8 @@ fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> 
 fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let own = matches!(source.kind(), Kind::Containerd { archive: true });
-    let file = if own || (source.kind() == Kind::OciArchive && args.name.is_none()) {
+    let image = source.kind() == Kind::OciArchive && !source.is_encrypted();
+    let file = if own || (image && args.name.is_none()) {
         fs::canonicalize(source.path())?
     } else {
         if args.name.is_none() {

@@ -1,6 +1,7 @@
 //! Reads `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
 
 pub mod cache;
+pub mod encrypt;
 pub mod restore;
 pub mod rootfs;
 pub mod store;
@@ -62,6 +63,7 @@ pub struct Config {
     pub rootfs: rootfs::RootfsOptions,
     pub store: store::StoreOptions,
     pub cache: cache::CacheOptions,
+    pub encrypt: encrypt::EncryptOptions,
     pub limits: TimeLimits,
 }
 

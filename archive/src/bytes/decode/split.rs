@@ -12,22 +12,6 @@ use crate::bytes::stream::{Allowance, Decoded};
 use crate::format::compression::Compression;
 use crate::format::digest::Digest;
 
-/// Hashes what is read, for the blob's digest.
-struct Tee<'h, R> {
-    inner: R,
-    hash: Option<&'h hash::HashStream>,
-}
-
-impl<R: Read> Read for Tee<'_, R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buf)?;
-        if let Some(hash) = self.hash {
-            hash.update(&buf[..n]);
-        }
-        Ok(n)
-    }
-}
-
 pub(super) struct Splitter<'d> {
     pub(super) decoder: &'d Decoder<'d>,
     pub(super) allowance: Allowance,
@@ -158,7 +142,7 @@ impl Splitter<'_> {
             },
         };
         let hash = self.hash.as_ref();
-        let mut decoded = Decoded::new(Tee { inner: raw, hash }, compression, allowance)?;
+        let mut decoded = Decoded::new(hash::Tee { inner: raw, hash }, compression, allowance)?;
         loop {
             let token = self.decoder.token()?;
             let mut piece = self.decoder.spare.lease(Arc::new(token));

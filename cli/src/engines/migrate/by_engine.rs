@@ -228,6 +228,7 @@ impl Move {
                     &self.seconds.to_string(),
                     "--compression",
                     "none",
+                    "--no-encrypt",
                 ])
                 .flag(self.engine == Engine::Docker, "--leave-running")
                 .flag(needs.with_image, "--with-image")
@@ -255,7 +256,13 @@ impl Move {
         let whole = self.directory.join("whole.tar");
         cryopod("bundle")
             .args([&archive])
-            .args(["--quiet", "--compression", "none", "--output"])
+            .args([
+                "--quiet",
+                "--no-encrypt",
+                "--compression",
+                "none",
+                "--output",
+            ])
             .args([format!("oci-archive:{}", whole.display())])
             .shown("cryopod bundle".into())
             .run()?;
