@@ -236,6 +236,39 @@ fn last_thread(pid: u32) -> u32 {
 }
 
 #[test]
+#[ignore = "a part of another test"]
+fn many_threads() {
+    let sleep = || std::thread::sleep(std::time::Duration::from_secs(120));
+    let all: Vec<_> = (0..7).map(|_| std::thread::spawn(sleep)).collect();
+    println!("ready");
+    all.into_iter().for_each(|one| one.join().unwrap());
+}
+
+/// The last thread of such a process waits until all others are gone, also for its tracer.
+#[test]
+fn the_first_process_of_a_pid_namespace_ends_with_all_its_threads() {
+    // Of this thread's children; only root may.
+    if !SUPPORTED || nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWPID).is_err() {
+        return;
+    }
+    let mut init = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "--ignored",
+            "--nocapture",
+            "inject::tests::many_threads",
+        ])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(init.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("ready")));
+    exit(init.id() as i32, 7, || {}).unwrap();
+    // Reaped before, as this is its parent.
+    assert!(init.wait().is_err());
+}
+
+#[test]
 #[cfg(target_arch = "x86_64")]
 fn only_a_threads_own_stack_is_written_below() {
     let memory = File::open("/proc/self/mem").unwrap();

@@ -71,18 +71,11 @@ pub fn exit(pid: i32, code: i32, thaw: impl FnOnce()) -> io::Result<()> {
     for tid in &tids {
         trace::interrupted(*tid)?;
     }
-    let mut injection = Injection::begin(pid, pid, 0)?;
+    let injection = Injection::begin(pid, pid, 0)?;
     let code = u64::from(code.unsigned_abs());
-    // The call has no result.
-    let called = injection.call(libc::SYS_exit_group, [code, 0, 0, 0, 0, 0]);
-    // The last to end is the first thread, and its parent learns of that after this process.
-    for tid in tids.iter().filter(|tid| **tid != pid).chain([&pid]) {
-        match trace::ended(*tid) {
-            Ok(()) => {}
-            Err(e) => return Err(called.err().unwrap_or(e)),
-        }
-    }
-    Ok(())
+    injection.enter(libc::SYS_exit_group, [code, 0, 0, 0, 0, 0])?;
+    ptrace(libc::PTRACE_CONT, pid, 0, 0)?;
+    trace::ended(tids)
 }
 
 /// Converts a system call's result, in which small negative numbers are errors.
@@ -148,6 +141,17 @@ impl Injection {
     /// # Errors
     /// The call's own, or what keeps it from being made: no other call is made in its place.
     pub fn call(&mut self, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
+        let suspended = self.enter(nr, args)?;
+        let stopped = self.next_stop();
+        if suspended && stopped.is_ok() {
+            self.set_options(O_TRACESYSGOOD)?;
+        }
+        stopped?;
+        check(arch::result(&arch::get(self.tid)?))
+    }
+
+    /// Has the thread enter a system call. Returns true if its seccomp filter is off.
+    fn enter(&self, nr: libc::c_long, args: [u64; 6]) -> io::Result<bool> {
         let mut regs = self.regs;
         if let Some(frame) = &self.frame {
             arch::set_stack(&mut regs, frame.address());
@@ -172,13 +176,7 @@ impl Injection {
             )));
         }
         // Without the privilege to suspend the filter, the filter may still let the call pass.
-        let suspended = self.set_options(O_TRACESYSGOOD | O_SUSPEND_SECCOMP).is_ok();
-        let stopped = self.next_stop();
-        if suspended && stopped.is_ok() {
-            self.set_options(O_TRACESYSGOOD)?;
-        }
-        stopped?;
-        check(arch::result(&arch::get(self.tid)?))
+        Ok(self.set_options(O_TRACESYSGOOD | O_SUSPEND_SECCOMP).is_ok())
     }
 
     fn set_options(&self, options: libc::c_ulong) -> io::Result<()> {

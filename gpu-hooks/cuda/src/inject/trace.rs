@@ -178,17 +178,21 @@ pub(super) fn interrupted(tid: i32) -> io::Result<()> {
     }
 }
 
-/// Waits for the end of a thread that is about to end.
-pub(super) fn ended(tid: i32) -> io::Result<()> {
+/// Waits for the end of threads that are about to end, in any order: the last thread of a PID namespace's init process
+/// waits in the kernel until its tracer has learned of the others' end.
+pub(super) fn ended(mut tids: Vec<i32>) -> io::Result<()> {
     let deadline = Instant::now() + STOP_LIMIT;
-    while poll_event(tid) != Some(Event::Ended) {
+    loop {
+        tids.retain(|tid| poll_event(*tid) != Some(Event::Ended));
+        let Some(tid) = tids.first() else {
+            return Ok(());
+        };
         if Instant::now() >= deadline {
             let what = format!("thread {tid} does not end");
             return Err(io::Error::new(io::ErrorKind::TimedOut, what));
         }
         std::thread::sleep(TICK);
     }
-    Ok(())
 }
 
 impl Drop for Seized {

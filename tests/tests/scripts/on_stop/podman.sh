@@ -11,7 +11,7 @@ to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
 nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && nothing_runs; }
-nothing_runs() { ! pgrep -x cryopod-on-stop > /dev/null; }
+nothing_runs() { ! pgrep -f '^cryopod-on-stop' > /dev/null; }
 numbers() { there "$1" | sed 's/ *lease-[0-9]*//'; }
 there() { { ls -A "$1" 2> /dev/null || true; } | xargs; } # DIRECTORY: what is there
 
