@@ -71,6 +71,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let request = Request::checkpoint(ctx, inv, &state);
     let _held = refused_before::hold(&request)?;
     refused_before::lost_export(&request)?;
+    refused_before::without_cgroups(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     let exit_file = ExitFile::find(&request.host, state.init);
     let result = if nodes.is_empty() && !application::takes_part(&request.spec) {

@@ -44,6 +44,11 @@ tail -n 1 /tmp/log.json | jq -e --arg reason "$reason" '.level == "error" and (.
 if tail -n 1 /tmp/log.json | grep -q earlier; then cat /tmp/log.json; exit 1; fi
 echo "ok: the runtime's reason"
 
+if cryopod-runtime checkpoint --image-path /tmp/i3 --manage-cgroups-mode ignore c1 > /tmp/said 2>&1; then echo 'without cgroups: checkpointed'; exit 1; fi
+grep -qF 'no restore takes one that was made with --manage-cgroups-mode ignore' /tmp/said || { cat /tmp/said; exit 1; }
+[ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+echo 'ok: without cgroups'
+
 # The same at a restore: a container of that name runs already.
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 c1
 echo '(00.1) Error (criu/old.c:1): of last week' > /tmp/w/restore.log

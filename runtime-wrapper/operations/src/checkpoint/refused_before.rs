@@ -1,5 +1,5 @@
 //! Refuses checkpoints that fail in any case, with or without a GPU: when another one of the container is under way,
-//! and when podman will refuse to export it, which it says only after the container has ended.
+//! when podman will refuse to export it, which it says only after the container has ended, and without cgroups.
 
 use std::fs::File;
 
@@ -49,6 +49,20 @@ pub(super) fn lost_export(request: &Request<'_>) -> Result<(), Error> {
             "checkpoint of {} refused: it is in the {kind} namespace of another container, and podman exports no such container; it says so only after the checkpoint. Leave --export away, put both into a pod, or give it a namespace of its own",
             request.id()
         ))),
+    }
+}
+
+/// Refuses a checkpoint without cgroups: a restore compares them with the container's, and refuses it.
+///
+/// # Errors
+/// The option.
+pub(super) fn without_cgroups(request: &Request<'_>) -> Result<(), Error> {
+    match request.inv.flags.value("manage-cgroups-mode") {
+        Some(mode) if mode == "ignore" => Err(Error::untouched(format!(
+            "checkpoint of {} refused: no restore takes one that was made with --manage-cgroups-mode ignore; leave the option away",
+            request.id()
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -628,6 +628,9 @@ class Round:
                 self.archive(c, "file", place, True, low)
                 c.remove()
                 return
+            if "failed to read checkpoint reader" in self.said:  # dockerd copies it when the container has ended
+                c.remove()
+                return
             # Its checkpoint is in the engine's hands, also of a client that was killed afterwards.
             c.state, c.inside = "saved", (place if c.engine == "docker" else True, (low, high))
             if not ok:
