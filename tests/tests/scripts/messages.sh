@@ -101,6 +101,11 @@ for devices in '[]' '[{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
     fails 'a script that stops it at the end' 'Script /tmp/act exited'
     at_stage network-lock 'kill -KILL $PPID'
     fails 'CRIU is killed in the middle' 'CRIU was killed in the middle of it'
+    at_stage post-dump 'kill -KILL $PPID'
+    to=/tmp/end fails 'CRIU is killed at the end' 'CRIU was killed in the middle of it'
+    # All images were there. Those of the second container would be restored without what the plugin has saved.
+    if [ "$devices" != '[]' ] && cryopod verify -q /tmp/end 2> /dev/null; then echo 'complete without metadata'; exit 1; fi
+    rm -rf /tmp/end
     at_stage network-lock "kill -KILL \$(ps -o ppid= -p \$PPID)"
     fails 'the runtime is killed in the middle' "$low was ended by SIGKILL"
     cp /tmp/criu.conf /etc/criu/default.conf
