@@ -272,6 +272,9 @@ fn enter(cgroup: Cgroup) -> Command {
             command.args(["--bind", &bind]);
         }
     }
+    if let Ok(dir) = env::var("CRYOPOD_CRIO") {
+        command.args(["--bind", &format!("{dir}:/opt/crio")]);
+    }
     command
 }
 

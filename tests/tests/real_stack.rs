@@ -89,6 +89,22 @@ mod cri {
         ]);
     }
 
+    /// Debian has no CRI-O: with SUITE=forky and one that you have built.
+    #[test]
+    fn crio() {
+        if std::env::var_os("CRYOPOD_CRIO").is_none() {
+            println!(
+                "only with CRYOPOD_CRIO: a directory with crio, pinns and libraries that they need"
+            );
+            return;
+        }
+        let scripts = [
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/kubernetes/crio.sh"),
+        ];
+        super::run(Cgroup::V2, &[], &scripts);
+    }
+
     /// Our plugin of NRI.
     #[test]
     fn nri() {

@@ -55,3 +55,19 @@ version = 3
   enable_experimental_restore_via_create = true # from 2.3.4 on
 T
 }
+cri_network() { # each pod gets a network namespace with the loopback device
+    mkdir -p /etc/cni/net.d /opt/cni/bin
+    echo '{"cniVersion": "1.0.0", "name": "pod", "plugins": [{"type": "pod"}]}' > /etc/cni/net.d/pod.conflist
+    cat > /opt/cni/bin/pod << 'T'
+#!/bin/sh
+case $CNI_COMMAND in
+    ADD)
+        nsenter --net="$CNI_NETNS" ip link set lo up
+        echo '{"cniVersion": "1.0.0", "interfaces": [{"name": "eth0", "sandbox": "/x"}], "ips": [{"address": "10.9.0.2/24", "interface": 0}]}'
+        ;;
+    VERSION) echo '{"cniVersion": "1.0.0", "supportedVersions": ["0.3.1", "0.4.0", "1.0.0"]}' ;;
+esac
+T
+    chmod +x /opt/cni/bin/pod
+    cp /opt/cni/bin/pod /opt/cni/bin/loopback
+}

@@ -2,24 +2,12 @@
 # checkpointed by the CRI, and begin in a new pod, each from its own checkpoint: at the same moment, in that pod's namespaces.
 simulate runc
 from=/srv/checkpoints
-mkdir -p $from /tmp/logs /etc/cni/net.d /opt/cni/bin
+mkdir -p $from /tmp/logs
 printf '[restore]\nallow = [{ from = "%s", kubernetes = ["ns"] }]\n' $from >> /etc/cryopod/config.toml
 registry
 cri_configure
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
-echo '{"cniVersion": "1.0.0", "name": "pod", "plugins": [{"type": "pod"}]}' > /etc/cni/net.d/pod.conflist
-cat > /opt/cni/bin/pod << 'T'
-#!/bin/sh
-case $CNI_COMMAND in
-    ADD)
-        nsenter --net="$CNI_NETNS" ip link set lo up
-        echo '{"cniVersion": "1.0.0", "interfaces": [{"name": "eth0", "sandbox": "/x"}], "ips": [{"address": "10.9.0.2/24", "interface": 0}]}'
-        ;;
-    VERSION) echo '{"cniVersion": "1.0.0", "supportedVersions": ["0.3.1", "0.4.0", "1.0.0"]}' ;;
-esac
-T
-chmod +x /opt/cni/bin/pod
-cp /opt/cni/bin/pod /opt/cni/bin/loopback
+cri_network
 on_failure() { tail -n 5 /tmp/logs/*.log; tail -n 5 /tmp/containerd.log; }
 containerd_up
 wait_for cri_quiet Version '[[1,"v1"]]'
