@@ -7,6 +7,7 @@ pub(crate) mod pack;
 pub(crate) mod pull;
 pub(crate) mod push;
 pub(crate) mod registry_args;
+pub(crate) mod signature;
 pub(crate) mod streams;
 pub(crate) mod unpack;
 pub(crate) mod verify;

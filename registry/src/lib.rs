@@ -10,6 +10,7 @@ mod known;
 mod pull;
 mod push;
 mod session;
+mod small;
 mod text;
 mod transfer;
 
@@ -19,12 +20,13 @@ use std::time::Duration;
 
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::progress::Progress;
-use oci_spec::distribution::Reference;
 
 pub use auth::Login;
 pub use known::{BlobPiece, KnownBlobs};
+pub use oci_spec::distribution::Reference;
 pub use pull::{digest, pull, pull_with};
 pub use push::push;
+pub use small::{SmallImage, pull_small, push_small};
 
 #[derive(Debug, Clone)]
 pub struct RegistryOptions {

@@ -63,6 +63,7 @@ mod archive {
         killed: V2 [] "archive/lib.sh" + "archive/killed.sh";
         registry: V2 [] "archive/lib.sh" + "archive/registry.sh";
         encrypted: V2 [] "archive/lib.sh" + "archive/encrypted.sh";
+        signed: V2 ["crun"] "archive/lib.sh" + "archive/signed.sh";
         elsewhere: V2 [] "archive/lib.sh" + "archive/elsewhere.sh";
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::Read;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -15,6 +16,7 @@ use cryopod_archive::{Compression, container::engine};
 
 use crate::archives::confined::identities;
 use crate::archives::registry_args::{RegistryAccess, RegistryArgs};
+use crate::archives::signature::{self, Signature};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
 use cryopod_archive::source::ArchivePlace;
@@ -65,6 +67,12 @@ pub struct PackMethod {
     /// Do not encrypt, whatever the configuration says.
     #[arg(long, conflicts_with = "encrypt_to")]
     no_encrypt: bool,
+    /// Sign an image with this private key of P-256 (PEM, PKCS #8).
+    #[arg(long, value_name = "KEY")]
+    sign_by: Option<PathBuf>,
+    /// The image that is signed, instead of `name`.
+    #[arg(skip)]
+    reference: Option<String>,
     /// Replace an existing output.
     #[arg(long)]
     replace: bool,
@@ -104,6 +112,8 @@ impl PackMethod {
             annotations: Vec::new(),
             encrypt_to: Vec::new(),
             no_encrypt: true,
+            sign_by: None,
+            reference: None,
             replace: false,
             quiet,
             unsaid: false,
@@ -119,6 +129,14 @@ impl PackMethod {
     pub fn named(mut self, name: Option<&str>) -> Self {
         self.name = name.map(str::to_owned);
         self
+    }
+
+    /// The same, for an image that goes to a registry.
+    pub fn to_be(&self, image: &str) -> Self {
+        Self {
+            reference: Some(image.to_owned()),
+            ..self.clone()
+        }
     }
 
     /// The same, and prints nothing on standard output at the end.
@@ -137,11 +155,26 @@ impl PackMethod {
         source: &Source,
         to: &Destination,
     ) -> anyhow::Result<()> {
-        let options = self.options(completed(source)?)?;
-        ui::with_progress(what, self.quiet, &options.progress, || {
+        self.pack(what, source, to, completed(source)?).map(drop)
+    }
+
+    fn pack(
+        &self,
+        what: &str,
+        source: &Source,
+        to: &Destination,
+        extra_files: BTreeMap<String, Vec<u8>>,
+    ) -> anyhow::Result<Packed> {
+        let options = self.options(extra_files)?;
+        let packed = ui::with_progress(what, self.quiet, &options.progress, || {
             pack(source, to, &options)
         })?;
-        Ok(())
+        if let (Some(key), Some(digest)) = (&self.sign_by, &packed.digest) {
+            let named = self.reference.as_ref().or(self.name.as_ref());
+            let named = named.map_or("", String::as_str);
+            Signature::sign(key, named, digest)?.write(to.path())?;
+        }
+        Ok(packed)
     }
 
     /// 0: one per core.
@@ -155,6 +188,15 @@ impl PackMethod {
 
     /// Checks that the destination may be written as it is wished.
     pub fn check(&self, to: &Destination) -> anyhow::Result<()> {
+        if let Some(key) = &self.sign_by {
+            signature::signing_key(key)?;
+            if matches!(to, Destination::Tar(..)) {
+                bail!(
+                    "{}: an engine's own file cannot be signed; oci:DIR and oci-archive:FILE can",
+                    to.path().display()
+                );
+            }
+        }
         Ok(self.options(BTreeMap::new())?.check(to)?)
     }
 
@@ -186,10 +228,7 @@ impl PackMethod {
         to: &Destination,
         extra_files: BTreeMap<String, Vec<u8>>,
     ) -> anyhow::Result<Packed> {
-        let options = self.options(extra_files)?;
-        let packed = ui::with_progress(what, self.quiet, &options.progress, || {
-            pack(source, to, &options)
-        })?;
+        let packed = self.pack(what, source, to, extra_files)?;
         self.say(to, &packed);
         Ok(packed)
     }
@@ -276,6 +315,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         None => {
             let to = destination(&args.output)?;
+            args.how.check(&to)?;
             args.how.write("pack", &source, &to, completed(&source)?)?;
         }
     }
@@ -292,6 +332,8 @@ pub fn to_registry(
     parse_reference(image)?;
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let layout = temp.path().join("image");
-    how.write_silently("pack", source, &Destination::Layout(layout.clone()))?;
+    let to = Destination::Layout(layout.clone());
+    how.check(&to)?;
+    how.to_be(image).write_silently("pack", source, &to)?;
     registry.push(&Source::open(&layout)?, image)
 }

@@ -10,6 +10,7 @@ use cryopod_registry::parse_reference;
 use crate::archives::confined;
 use crate::archives::pack::{self, PackMethod};
 use crate::archives::registry_args::{RegistryArgs, said};
+use crate::archives::signature::Signature;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
 
@@ -47,6 +48,10 @@ fn pull(args: &Args, layout: &Path) -> anyhow::Result<()> {
     let done = ui::with_progress("pull", args.registry.quiet(), &options.progress, || {
         cryopod_registry::pull(&from, layout, &options)
     })?;
+    match Signature::fetch(&from, &done.digest, &options) {
+        Ok(found) => found.first().map_or(Ok(()), |s| s.write(layout))?,
+        Err(e) => tracing::warn!("no signature comes along: {e:#}"),
+    }
     if !args.registry.quiet() {
         println!("{}", said(&layout.display().to_string(), "received", &done));
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use cryopod_archive::source::Source;
 use cryopod_registry::{Login, RegistryOptions, Transferred, parse_reference};
 
+use crate::archives::signature::Signature;
 use crate::terminal::ui;
 
 /// Options for a registry.
@@ -71,6 +72,9 @@ impl RegistryArgs {
         let done = ui::with_progress("push", self.quiet, &options.progress, || {
             cryopod_registry::push(source, &to, &options)
         })?;
+        if let Some(signature) = Signature::read(source.path())? {
+            signature.push(&to, &options)?;
+        }
         if !self.quiet {
             println!("{}", said(&to.to_string(), "sent", &done));
         }

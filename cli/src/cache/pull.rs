@@ -17,7 +17,9 @@ use cryopod_registry::{RegistryOptions, parse_reference};
 
 use super::directory::{Cache, CacheOrigin};
 use super::known::InCache;
-use crate::{archives::confined, terminal::ui};
+use crate::archives::confined;
+use crate::archives::signature::{self, Signature, repository_of};
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -65,6 +67,13 @@ impl Pull<'_> {
             place: format!("{REGISTRY}{}/{}", image.registry(), image.repository()),
             digest,
         };
+        let repository = repository_of(&image);
+        signature::require(
+            &self.config.restore,
+            &origin.digest,
+            Some(&repository),
+            || Signature::fetch(&image, &origin.digest, &options),
+        )?;
         if let Some(images) = cache.find(&origin) {
             return Ok(images);
         }
@@ -91,6 +100,7 @@ impl Pull<'_> {
     fn archive(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
         let source =
             ArchivePlace::parse(&self.args.source).open(&self.config.encrypt.identities())?;
+        signature::require_beside(&self.config.restore, &source)?;
         let digest = match source.image() {
             Some(image) => image.digest.clone(),
             None => identity(&source)?,

@@ -116,7 +116,8 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         parse_reference(image)?;
         let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
         let layout = temp.path().join("image");
-        take(args, &Destination::Layout(layout.clone()), &args.how, steps)?;
+        let to = Destination::Layout(layout.clone());
+        take(args, &to, &args.how.to_be(image), steps)?;
         let registry = args.registry.with(args.how.quiet());
         let pushed = Source::open(&layout)
             .map_err(anyhow::Error::from)

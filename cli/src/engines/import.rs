@@ -20,6 +20,7 @@ use cryopod_archive::unpack::UnpackOptions;
 
 use crate::archives::confined;
 use crate::archives::pack::PackMethod;
+use crate::archives::signature;
 use crate::archives::streams;
 use crate::engines::carried::{self, NamedImage};
 use crate::engines::engine::{Engine, EngineCall, which};
@@ -27,6 +28,7 @@ use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
 use cryopod_archive::source::ArchivePlace;
 use cryopod_gpu_plan::mapping::gpumap::Wish;
+use cryopod_operations::config::Config;
 
 const ASK: Duration = Duration::from_secs(60);
 
@@ -85,6 +87,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
         None => ArchivePlace::parse(&args.source).open(&confined::identities()?)?,
     };
+    signature::require_beside(&Config::load()?.restore, &source)?;
     let records = ImportRecords::of(&source)?;
     let engine = match args.engine {
         Some(engine) => engine,

@@ -355,6 +355,11 @@ impl Config {
         }
         let restore = config.restore.check();
         restore.map_err(|e| invalid(format!("restore.allow: {e}")))?;
+        if config.checkpoint.require.is_some() || !config.checkpoint.keys.is_empty() {
+            return Err(invalid(
+                "checkpoint: `require` and `keys` are [restore]'s".into(),
+            ));
+        }
         let places = config.checkpoint.check();
         places.map_err(|e| invalid(format!("checkpoint.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {

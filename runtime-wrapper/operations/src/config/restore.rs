@@ -2,7 +2,7 @@
 //! containers are checkpointed where.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
@@ -20,6 +20,16 @@ const ANY: &str = "*";
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreOptions {
     pub allow: Vec<Rule>,
+    /// What archives and images of registries must have.
+    pub require: Option<Requirement>,
+    /// Public keys of P-256 (PEM): one of them must have signed.
+    pub keys: Vec<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Requirement {
+    Signed,
 }
 
 /// Who asks for a checkpoint or a place.

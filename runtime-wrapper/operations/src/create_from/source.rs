@@ -101,6 +101,9 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
     // Whoever can write there could exchange the images while they are read.
     owners::check(&real)?;
     if real.join(names::CRIU_INVENTORY).is_file() {
+        if config.restore.require.is_some() {
+            return Err("restore.require = \"signed\": images without an archive have no signature; pack and sign them, with --sign-by".into());
+        }
         return Ok(SourceImages {
             _in_use: prune::hold(&real)?,
             directory: real,
@@ -208,7 +211,10 @@ mod tests {
 
     fn config(rules: Vec<Rule>) -> Config {
         Config {
-            restore: restore::RestoreOptions { allow: rules },
+            restore: restore::RestoreOptions {
+                allow: rules,
+                ..restore::RestoreOptions::default()
+            },
             ..Config::default()
         }
     }

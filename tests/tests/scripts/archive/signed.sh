@@ -1,0 +1,80 @@
+# signed.sh LOW: signatures that podman's policy takes, and cryopod's own demand for them.
+low=$1
+mkimage
+registry
+at=127.0.0.1:5000/team/counter
+for key in ours other; do
+    openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out /tmp/$key.key 2> /dev/null
+    openssl pkey -in /tmp/$key.key -pubout -out /tmp/$key.pub
+done
+configure() { # KEY
+    cat > /etc/cryopod/config.toml << T
+[runtime]
+low_level = "$low"
+[restore]
+allow = ["/srv/checkpoints", "docker://127.0.0.1:5000/team"]
+require = "signed"
+keys = ["/tmp/$1.pub"]
+[cache]
+insecure_registries = ["127.0.0.1:5000"]
+T
+}
+mkdir -p /etc/cryopod /srv/checkpoints /etc/containers/registries.d /etc/containers/containers.conf.d
+echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
+echo 'docker: {"127.0.0.1:5000": {use-sigstore-attachments: true}}' > /etc/containers/registries.d/registry.yaml
+policy() { # KEY
+    printf '{"default": [{"type": "reject"}], "transports": {"docker": {"127.0.0.1:5000/team": [{"type": "sigstoreSigned", "keyPath": "/tmp/%s.pub", "signedIdentity": {"type": "matchRepository"}}]}}}' \
+        "$1" > /tmp/policy.json
+}
+pulls() { podman pull -q --tls-verify=false --signature-policy /tmp/policy.json "$1" > /tmp/said 2>&1; }
+copies() { # SOURCE: a container begins there
+    podman rm -f -t 0 copy > /dev/null 2>&1 || true
+    pod run -d --name copy --network none --annotation "dev.cryopod.restore=$1" localhost/busybox true > /dev/null 2> /tmp/said && wait_for counted copy 6
+}
+refused() { # PATTERN COMMAND...
+    local pattern=$1 && shift && : > /tmp/said
+    if "$@" > /tmp/out 2>&1; then echo "done, and not refused: $*" && return 1; fi
+    cat /tmp/out >> /tmp/said
+    says /tmp/said "$pattern" && [ -z "$("$low" list -q)" ]
+}
+
+low_level "$low"
+pod run -d --name c1 --network none localhost/busybox "${counter[@]}" > /dev/null
+wait_for counted c1 5
+cryopod export c1 -e podman -o "docker://$at:1" --tls-verify=false --sign-by /tmp/ours.key -q
+podman rm -f -t 0 c1 > /dev/null
+# The same content, and one without a signature
+cryopod pull "$at:1" -o oci:/srv/checkpoints/c1 --tls-verify=false -q
+cryopod pack oci:/srv/checkpoints/c1 -o "docker://$at:unsigned" --annotation a=b --tls-verify=false -q
+digest=$(skopeo inspect --tls-verify=false --format '{{.Digest}}' "docker://$at:1")
+unsigned=$(skopeo inspect --tls-verify=false --format '{{.Digest}}' "docker://$at:unsigned")
+
+policy ours
+check "podman's policy takes it" pulls "docker://$at:1"
+check 'podman: unsigned' refused 'A signature was required' pulls "docker://$at:unsigned"
+skopeo copy -q --src-tls-verify=false --dest-tls-verify=false "docker://$at:sha256-${digest#*:}.sig" "docker://$at:sha256-${unsigned#*:}.sig"
+check "podman: another image's signature" refused 'digest' pulls "docker://$at:unsigned"
+policy other
+check 'podman: another key' refused 'cryptographic signature verification failed' pulls "docker://$at:1"
+
+configure ours
+check 'a container begins at a signed image' copies "docker://$at:1"
+podman rm -f -t 0 copy > /dev/null
+check "another image's signature" refused "signature is that of $unsigned|signature is that of $digest" copies "docker://$at:unsigned"
+check 'pull brings the signature along: an archive' copies oci:/srv/checkpoints/c1
+podman rm -f -t 0 copy > /dev/null
+check 'import' cryopod import oci:/srv/checkpoints/c1 -e podman --restore -q
+podman rm -f -t 0 c1 > /dev/null
+cryopod unpack oci:/srv/checkpoints/c1 -o /srv/checkpoints/plain -q
+check 'images without an archive' refused 'restore.require' copies /srv/checkpoints/plain/checkpoint
+cryopod pack -q oci:/srv/checkpoints/c1 -o /tmp/c1.tar
+check "podman's file" refused 'has no signature' cryopod import /tmp/c1.tar -e podman --restore
+mv /srv/checkpoints/c1.sig /tmp/c1.sig
+check 'no signature' refused 'it has no signature' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
+sed 's/"payload":"ey/"payload":"fy/' /tmp/c1.sig > /srv/checkpoints/c1.sig
+check 'a changed signature' refused 'restore.require' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
+mv /tmp/c1.sig /srv/checkpoints/c1.sig
+configure other
+rm -rf /var/cache/cryopod
+check 'another key' refused 'no key of restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
+check 'another key: the registry' refused 'no key of restore.keys' copies "docker://$at:1"
