@@ -39,6 +39,7 @@ use config::Config;
 use create_from::{newest, waiting};
 use criu::program;
 use error::Error;
+use images::place::renewal;
 use request::argv::{self, Invocation, Verb};
 use request::context::Context;
 use request::lowlevel::{LowLevel, RuntimeKind};
@@ -54,6 +55,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
     if called_as == Some(private_root::NAME.as_ref()) {
         return private_root::launch(&argv);
+    }
+    if called_as == Some(renewal::NAME.as_ref()) {
+        return renewal::main(&argv);
     }
     let stops = called_as == Some(on_stop::NAME.as_ref());
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();

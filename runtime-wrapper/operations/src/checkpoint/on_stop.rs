@@ -59,8 +59,6 @@ const DEFAULT_GRACE: u64 = 10;
 pub const NAME: &str = "cryopod-on-stop";
 /// The file in the low-level runtime's directory of the container that this program locks.
 const LOCK: &str = "cryopod-on-stop";
-/// The log of these programs. The engine's log is read while `kill` runs, and may be gone later.
-const LOG: &str = "/var/log/cryopod-on-stop.log";
 const MAX_LOG: u64 = 1 << 20;
 /// The exit code of a process that TERM ends.
 const EXIT_CODE: i32 = 128 + libc::SIGTERM;
@@ -231,7 +229,7 @@ fn claim(ctx: &Context, inv: &Invocation) -> std::io::Result<Option<File>> {
 
 /// Opens the log, which a former one makes room for.
 fn own_log() -> Stdio {
-    let log = Path::new(LOG);
+    let log = Path::new(log::DETACHED);
     if log.metadata().is_ok_and(|m| m.len() > MAX_LOG) {
         let _ = std::fs::rename(log, log.with_extension("log.1"));
     }
@@ -245,7 +243,7 @@ fn own_log() -> Stdio {
 
 /// Runs the process that checkpoints and ends a container.
 pub fn main(ctx: &Context) -> ExitCode {
-    log::init_at(Path::new(LOG));
+    log::init_at(Path::new(log::DETACHED));
     let Some(inv) = argv::decode(ctx.low.kind, &ctx.args) else {
         return ExitCode::FAILURE;
     };

@@ -14,16 +14,13 @@ use crate::config::restore::Asker;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder, NameLease};
-use crate::images::place::{self, Place, PlaceRequest};
+use crate::images::place::{self, Place, PlaceRequest, renewal};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
 use crate::run::child;
 use cryopod_cuda::write_json;
-use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
-
-const MAX_BYTES: u64 = 16 << 10;
 
 /// The newest checkpoint, and the lease of the name.
 pub struct Newest {
@@ -32,6 +29,7 @@ pub struct Newest {
     checkpoint: Option<PathBuf>,
     me: LeaseHolder,
     lease: Option<NameLease>,
+    limit: Option<Duration>,
 }
 
 impl Newest {
@@ -83,8 +81,8 @@ impl Newest {
             .map_err(refused)
     }
 
-    /// Notes the container's lease, for its end on this host ([`delete`]). Without the note others wait for the lease's
-    /// time limit.
+    /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. Without the note
+    /// others wait for the lease's time limit.
     pub fn note(&self, id: &str) {
         let Some(path) = lease::note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
             return;
@@ -92,7 +90,9 @@ impl Newest {
         let directory = path.parent().unwrap_or(Path::new("/"));
         let made = fs::create_dir_all(directory);
         let note = (&self.place, &self.me);
-        if let Err(e) = made.and_then(|()| write_json(&path, &note)) {
+        let noted = made.and_then(|()| write_json(&path, &note));
+        let limit = self.limit.unwrap_or_default();
+        if let Err(e) = noted.and_then(|()| renewal::start(id, limit)) {
             tracing::warn!("{}: {e}", path.display());
         }
     }
@@ -130,6 +130,7 @@ fn find(
         name,
         me,
         lease,
+        limit,
     })
 }
 
@@ -155,8 +156,7 @@ pub fn delete(ctx: &Context) -> Result<Option<ExitCode>, Error> {
 
 /// Gives the lease of a container back, by its note, if the container is no more.
 fn give_back(ctx: &Context, path: &Path) {
-    let text = read_bounded(path, MAX_BYTES).unwrap_or_default();
-    let note: Option<(Place, LeaseHolder)> = serde_json::from_slice(&text).ok();
+    let note = lease::read_note(path);
     if note.as_ref().is_some_and(|(_, me)| me.is_here()) {
         return;
     }

@@ -6,6 +6,7 @@
 
 pub mod lease;
 pub mod prune;
+pub mod renewal;
 
 use std::fs::{self, DirBuilder, File};
 use std::io;

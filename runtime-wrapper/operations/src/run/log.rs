@@ -27,6 +27,10 @@ struct Lines {
     one: bool,
 }
 
+/// The log of processes of ours that go on without an engine. The engine's log is read while its command runs, and may be
+/// gone later.
+pub const DETACHED: &str = "/var/log/cryopod-on-stop.log";
+
 /// Directs messages to a log of cryopod's own, which is standard error, too.
 pub fn init_at(file: &Path) {
     let lines = Lines {

@@ -923,7 +923,7 @@ def picture():
 
 
 # The engines' own: a daemon that was killed leaves its directories, podman its lock files.
-ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|checkpoint\d|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(libpod|container_images|buildah|storage|checkpoint\d)"
+ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|checkpoint\d|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(checkpoint\d|libpod|container_images|buildah|storage|checkpoint\d)"
                          r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /run/(criu.kdat|cryopod-transfers)$|^file /run/libpod/exits/|^file /dev/shm/libpod|^file /var/lib/cryopod/(store|metrics.json|metrics.lock)$|^namespace ")
 
 

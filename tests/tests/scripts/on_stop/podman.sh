@@ -11,7 +11,7 @@ to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
 nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && nothing_runs; }
-nothing_runs() { ! pgrep -f '^cryopod-on-stop' > /dev/null; }
+nothing_runs() { ! pgrep -f '^cryopod-(on-stop|lease) ' > /dev/null; }
 numbers() { there "$1" | sed 's/ *lease-[0-9]*//'; }
 there() { { ls -A "$1" 2> /dev/null || true; } | xargs; } # DIRECTORY: what is there
 
@@ -73,6 +73,18 @@ wait $!
 check 'there is no third checkpoint' test "$(numbers $place/job)" = '000001 000002'
 podman rm -f -t 0 c3 c4 > /dev/null
 rm $place/job/lease-* # of the host `far`
+check 'nothing is left' wait_for nothing_runs
+# It runs for longer than its lease counts, which is renewed, until its host is lost.
+short=("${newest[@]}" "${start[@]}" --annotation=dev.cryopod.name=held --annotation=dev.cryopod.lease_s=6)
+pod run -d --name c5 "${short[@]}" "${plain[@]}" > /dev/null 2>&1
+renewed() { [ -e $place/held/lease-4 ]; }
+wait_for renewed
+elsewhere() { far run -d --name c6 "${short[@]}" "${plain[@]}" || { podman rm -f -t 0 c6 > /dev/null 2>&1; return 1; }; }
+if elsewhere; then exit 1; fi
+check 'a lease is renewed while its container exists' says /tmp/said "it runs as container $(podman inspect -f '{{.Id}}' c5) on $(hostname)"
+pkill -KILL -f '^cryopod-lease '
+check 'that of a lost host runs out' wait_for elsewhere
+podman rm -f -t 0 c5 c6 > /dev/null
 
 # ---- what is no checkpoint ----
 # shellcheck disable=SC2016

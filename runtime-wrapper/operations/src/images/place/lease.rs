@@ -5,13 +5,13 @@
 //! takes a lease over makes the next. It can take one over that its holder has given back, or that is older than the
 //! time limit by the place's own clock. Of a container of its own host it knows more: that it exists, or does no longer.
 //!
-//! No process renews a lease while the container runs. So the limit bounds how long a lost host blocks a name, and the
-//! number is the fence: a container that lost its lease writes no checkpoint any more.
+//! A process renews it while the container exists ([`super::renewal`]). So the limit bounds how long a lost host blocks a
+//! name, and the number is the fence: a container that lost its lease writes no checkpoint any more.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_host::files::read_bounded;
@@ -34,6 +34,7 @@ const FILE: &str = "lease-";
 /// The directory below the operations' with notes of the leases of this host's containers, by the containers' ids.
 const NOTES: &str = "leases";
 const MAX_BYTES: u64 = 4096;
+const MAX_NOTE: u64 = 16 << 10;
 /// A lease that its own host has not filled after this time is nobody's.
 const MAKING: Duration = Duration::from_secs(60);
 const TRIES: usize = 5;
@@ -103,6 +104,11 @@ pub fn note_of(id: &OsStr) -> Option<PathBuf> {
         .to_str()
         .filter(|id| !id.is_empty() && !id.contains('/'))?;
     Some(operation::base().join(NOTES).join(format!("{id}.json")))
+}
+
+/// Reads a note: the lease's place, and the container that holds it.
+pub fn read_note(path: &Path) -> Option<(Place, LeaseHolder)> {
+    serde_json::from_slice(&read_bounded(path, MAX_NOTE).ok()?).ok()
 }
 
 /// A lease that this process has taken. Another process of this host does not take the container for gone meanwhile.
@@ -237,16 +243,23 @@ impl Place {
     }
 
     fn follow(&self, me: &LeaseHolder, given_back: bool) -> io::Result<()> {
-        match self.held()? {
-            Some((number, Some(holder))) if holder.is(me) && !holder.given_back => {
-                let next = LeaseHolder {
-                    given_back,
-                    ..holder
-                };
-                self.make_lease(number + 1, &next).map(drop)
+        // The process that renews it, and one that gives it back, may meet.
+        for _ in 0..TRIES {
+            let (number, next) = match self.held()? {
+                Some((number, Some(holder))) if holder.is(me) && !holder.given_back => {
+                    let next = LeaseHolder {
+                        given_back,
+                        ..holder
+                    };
+                    (number + 1, next)
+                }
+                _ => return Ok(()),
+            };
+            if self.make_lease(number, &next)?.is_some() {
+                return Ok(());
             }
-            _ => Ok(()),
         }
+        Err(io::Error::other("others take each next number"))
     }
 }
 
