@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,7 +20,6 @@ use crate::error::{Bad, Error};
 const MAX_HEADER: u64 = 64 << 10;
 /// The most bytes of a file with recipients or identities.
 const MAX_KEYS: u64 = 1 << 20;
-const BUFFER: usize = 1 << 20;
 
 /// Who may read what is written.
 #[derive(Clone)]
@@ -54,11 +53,9 @@ impl Recipients {
     ) -> io::Result<(T, W)> {
         let recipients = self.0.iter().map(|r| &**r as &dyn age::Recipient);
         let encryptor = Encryptor::with_recipients(recipients).map_err(io::Error::other)?;
-        let out = BufWriter::with_capacity(BUFFER, out);
         let mut stream = encryptor.wrap_output(out)?;
         let value = write(&mut stream)?;
-        let out = stream.finish()?.into_inner();
-        Ok((value, out.map_err(io::IntoInnerError::into_error)?))
+        Ok((value, stream.finish()?))
     }
 }
 
@@ -151,7 +148,8 @@ impl Identities {
             inner: stored,
             hash,
         };
-        let decryptor = Decryptor::new_buffered(BufReader::with_capacity(BUFFER, tee));
+        // A buffer for the header: `age` reads larger pieces past it, which are small enough for memory to be used again.
+        let decryptor = Decryptor::new_buffered(BufReader::new(tee));
         let keys = self.keys.iter().map(|key| &**key as &dyn age::Identity);
         let opened = decryptor.and_then(|decryptor| decryptor.decrypt(keys));
         opened.map(Decrypted).map_err(|e| match e {
