@@ -191,6 +191,10 @@ mod tests {
                     }
                 });
             }
+            // On a busy machine all rounds may be over before the first of them runs.
+            while calls.load(SeqCst) == 0 {
+                std::thread::sleep(TICK);
+            }
             for _ in 0..200 {
                 assert!(shut(Instant::now() + Duration::from_secs(20)));
                 let before = calls.load(SeqCst);
@@ -202,6 +206,5 @@ mod tests {
             }
             over.store(1, SeqCst);
         });
-        assert!(calls.load(SeqCst) > 0);
     }
 }
