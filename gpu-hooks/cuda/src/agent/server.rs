@@ -145,6 +145,12 @@ impl<D: Driver> Server<D> {
                 end.committed = true;
                 answer(Outcome::Done);
             }
+            // Nobody waits for its answer. Begun after a later request has said what is complete, it would never hear of
+            // that, and would remove what is written by then.
+            Op::VramWriteAhead { .. } => {
+                let outcome = self.agent.vram_files().perform(&op);
+                answer(outcome.unwrap_or(Outcome::Done));
+            }
             op => {
                 let changes = op.work() == Work::Changes;
                 end.worked |= changes || matches!(op, Op::NcclDown { .. });
