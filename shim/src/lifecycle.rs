@@ -214,11 +214,8 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         gone.id = flags.id.clone();
         let _ = rpc::task_call(&record.upstream, &flags.namespace, "Delete", &gone, SHORT);
         shut_down(&record.upstream, flags);
-        // Of those that were killed.
-        for address in [&record.upstream, &record.address] {
-            if address.connect().is_err() {
-                address.remove();
-            }
+        if record.address.connect().is_err() {
+            record.address.remove();
         }
     }
     restore::remove(bundle);

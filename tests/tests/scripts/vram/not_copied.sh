@@ -6,6 +6,9 @@ extra=(--annotation dev.cryopod.parent=auto)
 run_rootfs --mib 200 --chunk-mib 20 --gpus 0,1 --train-mib 10
 id=$(pod inspect -f '{{.Id}}' job)
 static=$(pod inspect -f '{{.StaticDir}}' job)
+# podman's wait may return before podman knows that it has ended.
+has_ended() { [ "$(podman inspect -f '{{.State.Status}}' job)" = exited ]; }
+killed() { podman kill job > /dev/null && podman wait job > /dev/null && wait_for has_ended; }
 take() { # NAME
     check "$1: checkpoint" does cryopod-runtime checkpoint --leave-running --image-path "/tmp/$1" --work-path /tmp "$id"
     check "$1: it goes on" goes_on
@@ -27,12 +30,12 @@ check 'fourth: all is copied' facts fourth '(.not_copied // 0) == 0 and .parent 
 take fifth
 wait $late
 check 'fifth: all is copied' facts fifth '.parent > .chunks / 2'
-podman kill job > /dev/null && podman wait job > /dev/null
+killed
 for name in fifth fourth third second first; do
     rm -rf "$static/checkpoint" && ln -s "/tmp/$name" "$static/checkpoint"
     check "$name: restore" does pod container restore --keep job
     check "$name: it goes on with the right sums" goes_on
-    podman kill job > /dev/null && podman wait job > /dev/null
+    killed
 done
 rm "$static/checkpoint"
 end
