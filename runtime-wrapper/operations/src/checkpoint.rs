@@ -31,6 +31,7 @@ use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::{SystemTools, Tools};
 
 use self::exit_file::ExitFile;
+use self::image_directory::ImageDirectory;
 use crate::criu::NO_CRIU;
 use crate::error::Error;
 use crate::images::store::Cleaning;
@@ -188,6 +189,7 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
             return Err(PlanError::Refused(beyond).into());
         }
     }
+    let images = ImageDirectory::ready(&request.images)?;
     prepare::work_directory(request);
     let (low, args) = (&request.ctx.low, &request.ctx.args);
     for tries in (0..FREEZES).rev() {
@@ -212,6 +214,8 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
                 continue;
             }
             log::error(&failed(request, state, &why));
+        } else {
+            images.keep();
         }
         held.hand_on();
         return Ok(child::exit_code(ended.code));

@@ -8,11 +8,15 @@ use cryopod_host::containerd::is_image_directory;
 
 use crate::error::Error;
 
+/// A file in containerd's own directory while cryopod works there. containerd removes all that it finds as soon as its
+/// caller is gone, even during the dump, and leaves the directory if something new comes meanwhile.
+const WAITED_FOR: &str = ".cryopod-waited-for";
+
 pub(super) struct ImageDirectory {
     pub path: PathBuf,
     made: bool,
-    /// containerd's own directory, open. containerd removes it as soon as its caller is gone, even during the dump.
-    containerds: Option<File>,
+    /// [`WAITED_FOR`], open.
+    waited_for: Option<File>,
 }
 
 impl ImageDirectory {
@@ -39,18 +43,19 @@ impl ImageDirectory {
                 .create(path)
                 .map_err(Error::at(path, "the image directory cannot be made"))?;
         }
-        let open = || File::open(path).map_err(Error::io(path.display().to_string()));
+        let waited_for = path.join(WAITED_FOR);
+        let create =
+            || File::create(&waited_for).map_err(Error::io(waited_for.display().to_string()));
         Ok(Self {
             path: path.to_owned(),
             made,
-            containerds: containerds.then(open).transpose()?,
+            waited_for: containerds.then(create).transpose()?,
         })
     }
 
     /// Keeps the directory, also if it is empty.
     pub fn keep(mut self) {
         self.made = false;
-        self.containerds = None;
     }
 }
 
@@ -60,11 +65,14 @@ impl Drop for ImageDirectory {
             // Succeeds only on an empty directory: logs and half-made images belong to the runtime.
             let _ = fs::remove_dir(&self.path);
         }
-        let removed = |d: &File| d.metadata().is_ok_and(|m| m.nlink() == 0);
-        if self.containerds.as_ref().is_some_and(removed) {
-            // runc has made it again, and containerd will not look there.
-            let _ = fs::remove_dir_all(&self.path);
-        }
+        let Some(waited_for) = &self.waited_for else {
+            return;
+        };
+        // Whatever has come since is not removed by containerd.
+        let _ = match waited_for.metadata().is_ok_and(|m| m.nlink() == 0) {
+            true => fs::remove_dir_all(&self.path),
+            false => fs::remove_file(self.path.join(WAITED_FOR)),
+        };
     }
 }
 
@@ -79,21 +87,36 @@ mod tests {
         let refused = ImageDirectory::ready(&path).err().unwrap().to_string();
         assert!(refused.contains("containerd has removed it"), "{refused}");
         assert!(!path.exists());
-        let again = || {
-            fs::remove_dir(&path).unwrap();
-            fs::create_dir(&path).unwrap();
-            fs::write(path.join("pages-1.img"), "pages").unwrap();
-        };
         fs::create_dir(&path).unwrap();
-        let ours = ImageDirectory::ready(&path).unwrap();
-        fs::write(path.join("core-1.img"), "core").unwrap();
-        drop(ours);
-        assert!(path.exists(), "containerd removes its own");
-        fs::remove_file(path.join("core-1.img")).unwrap();
-        let ours = ImageDirectory::ready(&path).unwrap();
-        again();
-        drop(ours);
-        assert!(!path.exists());
+        for keep in [false, true] {
+            let ours = ImageDirectory::ready(&path).unwrap();
+            fs::write(path.join("core-1.img"), "core").unwrap();
+            if keep {
+                ours.keep();
+            } else {
+                drop(ours);
+            }
+            let names = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name());
+            assert_eq!(
+                names.collect::<Vec<_>>(),
+                ["core-1.img"],
+                "containerd removes its own"
+            );
+        }
+        for runc_has_made_it_again in [false, true] {
+            fs::create_dir_all(&path).unwrap();
+            let ours = ImageDirectory::ready(&path).unwrap();
+            for entry in fs::read_dir(&path).unwrap() {
+                fs::remove_file(entry.unwrap().path()).unwrap();
+            }
+            if runc_has_made_it_again {
+                fs::remove_dir(&path).unwrap();
+                fs::create_dir(&path).unwrap();
+            }
+            fs::write(path.join("pages-1.img"), "pages").unwrap();
+            drop(ours);
+            assert!(!path.exists());
+        }
         let user = dir.path().join("images");
         drop(ImageDirectory::ready(&user).unwrap());
         assert!(!user.exists());
