@@ -1,6 +1,7 @@
 use super::*;
 use crate::agent::tests::{FakeDriver, Victim, quick};
 use crate::exchange::client::{Client, ClientError};
+use crate::messages::buffers::VramConfig;
 use crate::messages::protocol::ProcessState;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -205,4 +206,29 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
     assert!(matches!(resumed, Err(SuspendError::Running)), "{resumed:?}");
     drop(client);
     assert_eq!(server.end().0, AgentOutcome::RolledBack);
+}
+
+/// On a busy machine a thread that wrote ahead began after the writer that heard what is complete had ended; it removed
+/// the files and waited for ever.
+#[test]
+fn what_is_written_ahead_has_begun_before_the_next_request_is_heard() {
+    let server = start(FakeDriver::with(&[]));
+    let mut client = server.connect();
+    for _ in 0..50 {
+        let ahead = client
+            .send(Op::VramWriteAhead {
+                dir: server.directory.path().to_owned(),
+                buffers: vec![4_711],
+                config: VramConfig::default(),
+            })
+            .unwrap();
+        let next = client.send(Op::Hello).unwrap();
+        let mut answered = Vec::new();
+        while answered.len() < 2 {
+            answered.extend(client.receive(LIMIT).unwrap().map(|reply| reply.id));
+        }
+        assert_eq!(answered, [ahead, next]);
+    }
+    drop(client);
+    server.end();
 }
