@@ -74,20 +74,32 @@ mod cri {
     use super::*;
 
     fn run(scripts: &[&str]) {
+        run_with(&[], scripts);
+    }
+
+    fn run_with(args: &[&str], scripts: &[&str]) {
         if containerd_has_cri_checkpoints() {
-            super::run(Cgroup::V1, &[], scripts);
+            super::run(Cgroup::V1, args, scripts);
         } else {
             println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
         }
     }
 
+    const ARCHIVE: [&str; 2] = [
+        include_str!("scripts/archive/lib.sh"),
+        include_str!("scripts/archive/containerd.sh"),
+    ];
+
     /// containerd's CRI restores from our image.
     #[test]
     fn archive() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/archive/containerd.sh"),
-        ]);
+        run(&ARCHIVE);
+    }
+
+    /// The same, encrypted and signed.
+    #[test]
+    fn sealed() {
+        run_with(&["sealed"], &ARCHIVE);
     }
 
     /// Debian has no CRI-O: with SUITE=forky and one that you have built.

@@ -157,12 +157,18 @@ impl Args {
         Duration::from_secs(self.timeout)
     }
 
+    /// The name that was asked for, or else the image's own.
+    fn name<'a>(&'a self, source: &'a Source) -> Option<&'a str> {
+        let own = || source.image().and_then(|image| image.name.as_deref());
+        self.name.as_deref().or_else(own)
+    }
+
     fn call(&self, program: &'static str) -> EngineCall {
         EngineCall::new(program, self.limit())
     }
 
     fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
-        let how = PackMethod::plain(self.quiet).named(self.name.as_deref());
+        let how = PackMethod::plain(self.quiet).named(self.name(source));
         how.write_silently("pack", source, to)
     }
 }
@@ -216,7 +222,7 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     let file = if own || (image && args.name.is_none()) {
         fs::canonicalize(source.path())?
     } else {
-        if args.name.is_none() {
+        if args.name(source).is_none() {
             bail!(
                 "containerd's images have names: give one with --name, as in --name localhost/job:1"
             );

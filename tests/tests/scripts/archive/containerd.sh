@@ -1,7 +1,28 @@
-# cri.sh: containerd's CRI: a GPU container checkpointed by it, made an image by us, restored by it from that image;
-# then `ctr` and docker on the same containerd. The stock shim, with cryopod-runtime as its binary.
+# containerd.sh [sealed]: containerd's CRI: a GPU container checkpointed by it, made an image by us, restored by it from that
+# image; then `ctr` and docker on the same containerd. The stock shim, with cryopod-runtime as its binary. sealed: all that
+# cryopod writes is encrypted for two keys and signed, and all that it reads has to be signed.
+sealed=${1:-}
 simulate runc
 registry
+sign=()
+sealed() { [ "$sealed" ]; }
+if sealed; then
+    for key in a b; do ssh-keygen -q -t ed25519 -N '' -f /etc/cryopod/$key; done
+    openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out /etc/cryopod/sign.key 2> /dev/null
+    openssl pkey -in /etc/cryopod/sign.key -pubout -out /etc/cryopod/sign.pub
+    cat >> /etc/cryopod/config.toml << 'T'
+[encrypt]
+recipients = ["/etc/cryopod/a.pub", "/etc/cryopod/b.pub"]
+identities = ["/etc/cryopod/b"]
+[cache]
+insecure_registries = ["localhost:5000"]
+[restore]
+allow = ["docker://localhost:5000/sealed"]
+require = "signed"
+keys = ["/etc/cryopod/sign.pub"]
+T
+    sign=(--sign-by /etc/cryopod/sign.key)
+fi
 cri_configure
 cat >> /etc/containerd/config.toml << 'T'
   [plugins.'io.containerd.cri.v1.runtime'.containerd]
@@ -41,7 +62,7 @@ check 'CRI checkpoint: checkpointctl' says /tmp/said 'busybox'
 cri StopContainer "[[1,\"$id\"],[2,0]]"
 cri RemoveContainer "[[1,\"$id\"]]"
 rm /tmp/logs/job.log
-check 'CRI checkpoint -> our image' cryopod pack -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1
+check 'CRI checkpoint -> our image' cryopod pack -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1 "${sign[@]}"
 check 'our image: several layers' jq -e '.image.layers > 1' <(cryopod inspect --json oci-archive:/tmp/image.tar)
 cryopod import oci-archive:/tmp/image.tar -e containerd --namespace k8s.io -q
 if cri_restores; then
@@ -59,19 +80,19 @@ cri StopPodSandbox "[[1,\"$pod\"]]"
 # `ctr c checkpoint`
 ctr images pull --plain-http localhost:5000/busybox:1 > /dev/null
 image=localhost:5000/busybox:1
-ctr_job() { # OUTPUT
+ctr_job() { # OUTPUT OPTION...
     local mounts=() node
     for pair in "${binds[@]}"; do
         mounts+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},options=rbind:rw")
     done
     for node in "${nodes[@]}"; do mounts+=(--device "$node"); done
     ctr run -d --runtime io.containerd.runc.v2 --runc-binary /usr/local/bin/cryopod-runtime "${mounts[@]}" \
-        --env LD_LIBRARY_PATH=/cusim --log-uri "file://$1" "$image" job /cusim/cusim-client --mib 16
+        --env LD_LIBRARY_PATH=/cusim --log-uri "file://$1" "${@:2}" "$image" job /cusim/cusim-client --mib 16
 }
 logs() { cat /tmp/job.log; }
 ctr_job /tmp/job.log
 wait_for ticked job 3
-check 'export: containerd' cryopod export job -e containerd --leave-running -o oci:/tmp/layout -q
+check 'export: containerd' cryopod export job -e containerd --leave-running -o oci:/tmp/layout -q "${sign[@]}"
 check 'export: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/layout
 if cryopod export job -e containerd -o oci:/tmp/never -q > /tmp/said 2>&1; then exit 1; fi
@@ -86,18 +107,31 @@ done
 cryopod inspect /tmp/ctr.tar
 check 'inspect: containerd by its own record' sh -c 'cryopod inspect --json /tmp/ctr.tar |
     jq -e ".container.engine == \"containerd-ctr\" and .container.id == \"job\" and (.container.command | index(\"--mib\"))"'
-check 'ctr -> podman file' cryopod pack -q /tmp/ctr.tar -o /tmp/ctr-as.tar.zst
-check 'ctr -> podman file: verified' cryopod verify -q /tmp/ctr-as.tar.zst
-checkpointctl inspect --ps-tree /tmp/ctr-as.tar.zst > /tmp/said 2>&1 || true
-echo "checkpointctl of what came of ctr's: $(tail -n 3 /tmp/said)"
-check 'ctr -> archive' cryopod pack -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/job:1
+if ! sealed; then
+    check 'ctr -> podman file' cryopod pack -q /tmp/ctr.tar -o /tmp/ctr-as.tar.zst
+    check 'ctr -> podman file: verified' cryopod verify -q /tmp/ctr-as.tar.zst
+    checkpointctl inspect --ps-tree /tmp/ctr-as.tar.zst > /tmp/said 2>&1 || true
+    echo "checkpointctl of what came of ctr's: $(tail -n 3 /tmp/said)"
+fi
+check 'ctr -> archive' cryopod pack -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/checkpoint:1 "${sign[@]}"
 
+sum=$(sum job)
 ctr tasks kill -s SIGKILL job && wait_for sh -c 'ctr tasks ls | grep -q STOPPED'
 ctr tasks rm job > /dev/null && ctr containers rm job
 ctr images rm localhost/checkpoint:1 > /dev/null
-check 'import: containerd' cryopod import /tmp/ctr.tar -e containerd -q
-ctr containers restore --rw --live job localhost/checkpoint:1 > /tmp/said 2>&1 || { cat /tmp/said && tail -n 5 /tmp/containerd.log && exit 1; }
-check 'import: ctr restores it' sh -c 'ctr tasks ls | grep job | grep -q RUNNING'
+if sealed; then
+    if cryopod import /tmp/ctr.tar -e containerd -q > /tmp/said 2>&1; then echo 'imported unsigned' && exit 1; fi
+    check "sealed: ctr's own file is refused" says /tmp/said 'signed'
+    check 'sealed: to a registry' cryopod pack -q --tls-verify=false oci-archive:/tmp/ctr.oci.tar -o docker://localhost:5000/sealed:1 "${sign[@]}"
+    rm /tmp/job.log
+    ctr_job /tmp/job.log --annotation dev.cryopod.restore=docker://localhost:5000/sealed:1
+    check 'sealed: a container of ctr begins there' goes_on job
+    check 'sealed: with the same sum' test "$(sum job)" = "$sum"
+else
+    check 'import: containerd' cryopod import /tmp/ctr.tar -e containerd -q
+    ctr containers restore --rw --live job localhost/checkpoint:1 > /tmp/said 2>&1 || { cat /tmp/said && tail -n 5 /tmp/containerd.log && exit 1; }
+    check 'import: ctr restores it' sh -c 'ctr tasks ls | grep job | grep -q RUNNING'
+fi
 ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
 
 # docker: CRIU's images alone, completed with what docker says of the container
@@ -109,10 +143,15 @@ logs() { docker logs "$1" 2>&1; }
 docker run -d --name docked --runtime cryopod --network host --security-opt seccomp=unconfined \
     "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim busybox /cusim/cusim-client --mib 16 > /dev/null
 wait_for ticked docked 3
-check 'export: docker' cryopod export docked -e docker --leave-running -o oci-archive:/tmp/docked.tar -q
+check 'export: docker' cryopod export docked -e docker --leave-running -o oci-archive:/tmp/docked.tar -q "${sign[@]}"
 check 'export: docker: the sum goes on' goes_on docked
 check 'inspect: docker' sh -c 'cryopod inspect --json oci-archive:/tmp/docked.tar |
     jq -e ".container.engine == \"docker\" and .container.name == \"docked\" and .gpu.vram_bytes > 15000000"'
 check 'import: docker' cryopod import oci-archive:/tmp/docked.tar -e docker --container docked --name moved -q
+if sealed; then
+    docker stop -t 0 docked > /dev/null
+    docker start --checkpoint moved docked
+    check 'sealed: docker restores it' goes_on docked
+fi
 check 'import: docker lists it' sh -c 'docker checkpoint ls docked | grep -qx "moved *"'
 docker rm -f docked > /dev/null
