@@ -31,6 +31,7 @@ mod find;
 mod gather;
 mod holders;
 mod list;
+mod listing;
 mod origin;
 mod put;
 
@@ -39,6 +40,7 @@ pub use find::{Found, find, find_in};
 pub use gather::gather;
 pub use holders::{Holder, Holders};
 pub use list::{StoreEntry, list, remove};
+pub use listing::Listing;
 pub use origin::{KnownOrigins, Origin};
 pub use put::{About, put};
 

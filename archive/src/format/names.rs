@@ -49,6 +49,9 @@ pub const CONTAINERD_RW: &str = "rw.tar";
 
 /// The reference to the store that has a checkpoint's large files. In CRIU's image directory and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
+/// The list of a checkpoint's files in a place, with their digests.
+pub const LISTING: &str = "cryopod-files.json";
+pub const LISTING_PARTIAL: &str = ".cryopod-files.json.partial";
 /// The store through which cryopod and its runtime hand large files to each other, past an engine.
 pub const HANDOVER: &str = "cryopod-away";
 pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";

@@ -132,9 +132,9 @@ fn create(
     let newest = newest.transpose()?;
     let restored = match &newest {
         None => restored(ctx, inv, spec, named),
-        Some(newest) => newest
-            .named(named.by)
-            .and_then(|named| restored(ctx, inv, spec, &named)),
+        Some(newest) => newest.restore(&ctx.config, named.by, |named| {
+            restored(ctx, inv, spec, named)
+        }),
     };
     if let (Some(newest), true) = (&newest, restored.is_ok() || start_without) {
         newest.note(&inv.id);

@@ -20,7 +20,7 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -39,7 +39,9 @@ use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
-use crate::images::place::{self, Place, PlaceRequest, Setting, prune, seconds, setting};
+use crate::images::place::{
+    self, Place, PlaceRequest, Setting, integrity, prune, seconds, setting,
+};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
@@ -300,12 +302,16 @@ fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), E
     let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
     let signals = Signals::watch()?;
     let done = AtomicBool::new(false);
-    let place = std::thread::scope(|scope| {
+    let (place, checkpoint) = std::thread::scope(|scope| {
         scope.spawn(|| watchdog(state.init, asked.limit, &done));
         let saved = save_in_time(ctx, inv, state, &asked, &signals);
         done.store(true, Ordering::Release);
         saved
     })?;
+    // The container has ended, which does not wait for this.
+    if let Err(e) = integrity::list(&ctx.config, &checkpoint) {
+        tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
+    }
     if let Some(Err(e)) = asked.keep.map(|keep| place.prune(keep)) {
         tracing::warn!("{}: older checkpoints stay: {e}", asked.place.place);
     }
@@ -340,7 +346,7 @@ fn save_in_time(
     state: &ContainerState,
     asked: &StopRequest<'_>,
     signals: &Signals,
-) -> Result<Place, Error> {
+) -> Result<(Place, PathBuf), Error> {
     let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
     let mine = match asked.many {
@@ -365,9 +371,10 @@ fn save_in_time(
         Error::Failed("the checkpoint's command line cannot be understood".to_owned())
     })?;
     let mut partial = Some(partial);
+    let mut named = PathBuf::new();
     let mut end = |frozen| {
         if let Some(partial) = partial.take() {
-            let named = partial.complete();
+            named = partial.complete();
             tracing::info!("{}: checkpointed into {}", inv.id, named.display());
             // None of its instructions will run, so the next may begin.
             if let Err(e) = place.give_back(&me) {
@@ -383,7 +390,7 @@ fn save_in_time(
         end: &mut end,
     };
     super::to_the_end(&stopping, &inv_of_checkpoint, state, ending)?;
-    Ok(place)
+    Ok((place, named))
 }
 
 fn config_of_stop(config: &Config, limit: Duration) -> Config {

@@ -1,4 +1,5 @@
-//! Finds the newest checkpoint of a container's name in a place: `latest:PLACE`.
+//! Finds the newest checkpoint of a container's name in a place: `latest:PLACE`. A damaged one is set aside, and the one
+//! before it takes its place.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -10,11 +11,12 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::{CheckpointName, VARIABLE};
+use crate::config::Config;
 use crate::config::restore::Asker;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder, NameLease};
-use crate::images::place::{self, Place, PlaceRequest, renewal};
+use crate::images::place::{self, Place, PlaceRequest, integrity, renewal};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
@@ -26,7 +28,7 @@ use cryopod_host::spec::Spec;
 pub struct Newest {
     place: Place,
     name: String,
-    checkpoint: Option<PathBuf>,
+    checkpoints: Vec<PathBuf>,
     me: LeaseHolder,
     lease: Option<NameLease>,
     limit: Option<Duration>,
@@ -97,12 +99,46 @@ impl Newest {
         }
     }
 
-    /// Returns the checkpoint as if the container had named it.
-    pub fn named(&self, by: &'static str) -> Result<CheckpointName<'_>, Error> {
-        let checkpoint = self.checkpoint.as_ref().and_then(|path| path.to_str());
-        let none = || Error::not_started(format!("there is no checkpoint of {}", self.name));
-        let checkpoint = checkpoint.ok_or_else(none)?;
-        Ok(CheckpointName { checkpoint, by })
+    /// Restores the newest checkpoint that is not damaged, as if the container had named it.
+    ///
+    /// # Errors
+    /// There is none, or why it is not restored.
+    pub fn restore<T>(
+        &self,
+        config: &Config,
+        by: &'static str,
+        restore: impl Fn(&CheckpointName<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let mut damaged = Vec::new();
+        for path in &self.checkpoints {
+            let not_started = |why| Error::not_started(format!("{by}: {why}"));
+            let damage = match integrity::damage(config, path).map_err(not_started)? {
+                Some(damage) => damage,
+                None => {
+                    let checkpoint = path.to_str().unwrap_or_default();
+                    let restored = restore(&CheckpointName { checkpoint, by });
+                    let Err(e) = restored else { return restored };
+                    // The restore itself reads the GPU memory, and may have found what is wrong.
+                    match integrity::damage_of_vram(config, path) {
+                        Some(damage) => damage,
+                        None => return Err(e),
+                    }
+                }
+            };
+            let aside = self.place.set_aside(path);
+            tracing::warn!(
+                "{}: the newest checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
+                path.display(),
+                self.name,
+                aside.display()
+            );
+            damaged.push(aside.display().to_string());
+        }
+        let mut none = format!("there is no checkpoint of {}", self.name);
+        if !damaged.is_empty() {
+            none += &format!(" that is not damaged ({})", damaged.join(", "));
+        }
+        Err(Error::not_started(none))
     }
 
     /// Gives the lease back: no container was made.
@@ -121,11 +157,11 @@ fn find(
 ) -> Result<Newest, String> {
     let place = request.open(&name)?;
     let lease = limit.map(|limit| place.take(&me, limit)).transpose()?;
-    let checkpoint = place.newest().inspect_err(|_| {
+    let checkpoints = place.newest_first().inspect_err(|_| {
         let _ = place.give_back(&me);
     })?;
     Ok(Newest {
-        checkpoint,
+        checkpoints,
         place,
         name,
         me,

@@ -1,9 +1,10 @@
 //! Keeps checkpoints of containers in a directory that hosts may share.
 //!
 //! A container's checkpoints are `PLACE/NAME/NUMBER`; the highest number is the newest. One that is being written is
-//! `.partial-NUMBER`, and gets its name when it is complete. NAME is the container's own choice ([`name`]), as the next
+//! `.partial-NUMBER`, and gets its name when it is complete; one that is found damaged is `.damaged-NUMBER`. NAME is the container's own choice ([`name`]), as the next
 //! host makes a container with another id.
 
+pub mod integrity;
 pub mod lease;
 pub mod prune;
 pub mod renewal;
@@ -42,6 +43,7 @@ const POD: [[&str; 3]; 2] = [
 ];
 const MAX_NAME: usize = 200;
 const PARTIAL: &str = ".partial-";
+const DAMAGED: &str = ".damaged-";
 /// The file in it that its writer has locked. NFS locks files for all hosts, and directories only for one.
 const WRITER: &str = ".writer";
 /// A complete checkpoint without its name after this time has lost its writer, and so has one without its lock.
@@ -235,8 +237,8 @@ impl Place {
         self.directory.join(format!("{PARTIAL}{number:06}"))
     }
 
-    /// Returns the newest complete checkpoint.
-    pub fn newest(&self) -> Result<Option<PathBuf>, String> {
+    /// Returns the complete checkpoints, the newest first.
+    pub fn newest_first(&self) -> Result<Vec<PathBuf>, String> {
         let found = self.numbers(PARTIAL).and_then(|partial| {
             for number in partial {
                 self.adopt(number);
@@ -244,11 +246,21 @@ impl Place {
             self.numbers("")
         });
         let numbers = found.map_err(|e| format!("{}: {e}", self.directory.display()))?;
-        let Some(newest) = numbers.last().map(|number| self.complete(*number)) else {
-            return Ok(None);
-        };
-        owners::check(&newest)?;
-        Ok(Some(newest))
+        let newest_first = numbers.iter().rev().map(|number| self.complete(*number));
+        Ok(newest_first.collect())
+    }
+
+    /// Takes its name from a damaged checkpoint, unless it is in use. Returns where it is now.
+    pub fn set_aside(&self, checkpoint: &Path) -> PathBuf {
+        let name = checkpoint.file_name().unwrap_or_default();
+        let aside = self
+            .directory
+            .join(format!("{DAMAGED}{}", name.to_string_lossy()));
+        let in_use = matches!(lock_file(&checkpoint.join(names::METADATA)), Ok(None));
+        match in_use || fs::rename(checkpoint, &aside).is_err() {
+            true => checkpoint.to_owned(),
+            false => aside,
+        }
     }
 
     /// Gives a complete checkpoint its name whose writer was killed before it could.
@@ -273,7 +285,9 @@ impl Place {
             self.sweep(*number);
         }
         let complete = self.numbers("")?;
-        let last = complete.last().max(partial.last()).copied().unwrap_or(0);
+        let damaged = self.numbers(DAMAGED)?;
+        let last = [&complete, &partial, &damaged].map(|numbers| numbers.last());
+        let last = last.into_iter().flatten().max().copied().unwrap_or(0);
         for number in (last..).skip(1).take(TRIES as usize) {
             let path = self.partial(number);
             match DirBuilder::new().mode(0o700).create(&path) {

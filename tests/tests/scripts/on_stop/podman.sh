@@ -47,6 +47,36 @@ done
 check 'the newest stay, as many as are asked for' test "$(xargs < /tmp/few)" = '000001 000001 000002 000003'
 check 'nothing is left' wait_for nothing_left
 
+# ---- a damaged checkpoint ----
+mapfile -t hurts < <(to $place hurt)
+hurt() { pod run -d --name hurt "${newest[@]}" "${hurts[@]}" "$@" "${plain[@]}" > /tmp/said 2>&1; }
+ended() { stopped -t 60 hurt && now=$(count hurt) && podman rm hurt > /dev/null && wait_for nothing_left; }
+hurt "${start[@]}"
+wait_for counted hurt 3
+ended
+first=$now
+flip() { printf '\377\376\375' | dd of="$1/pages-1.img" bs=1 seek=5000 conv=notrunc status=none; }
+lost() { rm "$1"/core-1.img; }
+hurt
+check 'it goes on' wait_for counted hurt $((first + 3))
+ended
+cp -a $place/hurt/000002 /srv/whole
+for damage in flip lost; do
+    rm -rf $place/hurt/.damaged-000002
+    [ -e $place/hurt/000002 ] || cp -a /srv/whole $place/hurt/000002
+    $damage $place/hurt/000002
+    hurt
+    wait_for counted hurt $((first + 2))
+    check "$damage: the one before it is taken" test "$(printed hurt | grep -v '^cryopod: ' | head -n 1)" = $((first + 1))
+    check 'with one warning' test "$(printed hurt | grep -c '^cryopod: .* is damaged .* it is kept as ')" = 1
+    check 'the damaged one is kept' test "$(numbers $place/hurt)" = '.damaged-000002 000001'
+    podman rm -f -t 0 hurt > /dev/null
+done
+flip $place/hurt/000001
+if hurt; then exit 1; fi
+check 'none is whole' says /tmp/said 'there is no checkpoint of hurt that is not damaged'
+podman rm -f hurt > /dev/null 2>&1 || true
+
 # ---- two hosts that want it ----
 far() { unshare --uts bash -euc 'hostname far; exec "$@"' - podman --runtime cryopod-runtime "$@" > /tmp/said 2>&1; }
 taken() { far run -d --name c4 "${newest[@]}" "${start[@]}" "$@" "${stops[@]}" "${plain[@]}" || { podman rm -f -t 0 c4 > /dev/null 2>&1; return 1; }; }
@@ -152,3 +182,15 @@ check 'is a stop by TERM' test "$(exit_code g3)" = 7
 check 'and the log says why' says $log 'it took longer than 1 s|interrupted by SIGTERM'
 check 'nothing is left' wait_for nothing_left
 check 'nothing half made' test "$(numbers $place/gpu)" = 000001
+
+# ---- damaged GPU memory ----
+wait_for nothing_left
+job g4 "${newest[@]}" "${stops[@]}"
+wait_for ticked g4 3
+check 'a second stop' stopped -t 60 g4
+wait_for nothing_left
+printf 'changed' | dd of="$(ls $place/gpu/000002/vram-*.img | grep -v index | head -n 1)" bs=1 seek=100 conv=notrunc status=none
+check 'a job from the one before' job g5 "${newest[@]}" "${stops[@]}"
+check 'its sums are right' goes_on g5
+check 'it goes on where that was' test "$(logs g5 | grep '^[0-9]' | head -n 1 | cut -d' ' -f1,2)" = "$((tick + 1)) $sum"
+check 'the damaged one is kept' test -e $place/gpu/.damaged-000002

@@ -164,3 +164,28 @@ fn what_killed_writers_left() {
     assert!(place.partial(3).is_dir());
     assert_eq!(next.path(), place.partial(5));
 }
+
+#[test]
+fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = dir.path().join("c1");
+    let place = Place { directory };
+    for _ in 0..3 {
+        let partial = place.begin().unwrap();
+        fs::write(partial.path().join(names::METADATA), "{}").unwrap();
+        partial.complete();
+    }
+    let [newest, older, oldest] = &place.newest_first().unwrap()[..] else {
+        panic!("there are three");
+    };
+    let used = prune::hold(older).unwrap();
+    assert!(used.is_some());
+    assert_eq!(place.set_aside(older), *older);
+    assert!(place.set_aside(newest).ends_with(".damaged-000003"));
+    assert_eq!(
+        place.newest_first().unwrap(),
+        [older.clone(), oldest.clone()]
+    );
+    let next = place.begin().unwrap().complete();
+    assert!(next.ends_with("000004"), "{next:?}");
+}
