@@ -46,7 +46,6 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	$(MAKE) --no-print-directory campaign ROUNDS=500 JOBS=$$(nproc)
 	$(MAKE) --no-print-directory campaign-power soak
-	tests/amd/predict 10000
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm SUITE=forky CASES='amd_one amd_gpus amd_moves amd_switches amd_failures amd_failed_restores'
 	fuzz/run 4200

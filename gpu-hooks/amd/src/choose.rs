@@ -1,15 +1,19 @@
 //! Chooses the GPUs of this host that CRIU and the container see after a restore. CRIU's amdgpu plugin maps the
-//! checkpoint's GPUs onto those that it sees by a search of its own, which [`super::plugin_choice`] predicts.
+//! checkpoint's GPUs onto those that it sees by a search of its own: it takes no instructions, and where it compares
+//! links this cannot tell. So a restore compares the plugin's map with this one before the container runs.
 
-use crate::checks::{KfdSwitches, Switch, compare, matches, names};
-use crate::plugin_choice;
+use std::collections::BTreeSet;
+
+use crate::checks::{KfdSwitches, compare, matches, names};
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 use cryopod_gpu_plan::mapping::wish::{self, Wish};
 
-/// How many sets of GPUs are tried.
-const SETS: usize = 20_000;
+/// The plugin prints each list of GPUs, `0xABCD ` a GPU, into a buffer of this size, and does not check it.
+const PRINTED: usize = 200;
+/// Before a hive's list stand `type:XGMI:` and one CPU.
+const PRINTED_HEAD: usize = 17;
 
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceRequest<'a> {
@@ -65,6 +69,7 @@ pub fn choose(request: &ChoiceRequest<'_>) -> Result<KfdChoice, Box<KfdRefused>>
         ));
     };
     let candidates = candidates(request);
+    let switches = request.switches;
     let mut checks = vec![gpu_count(source, &candidates)];
     checks.extend(same_gpus(request.sources));
     let wishes = match wishes(request.wish, source, &candidates) {
@@ -74,145 +79,79 @@ pub fn choose(request: &ChoiceRequest<'_>) -> Result<KfdChoice, Box<KfdRefused>>
             Vec::new()
         }
     };
-    if checks.iter().any(|c| c.verdict == Verdict::Refused) {
-        checks.extend(unmatched(source, &candidates, request.switches));
+    checks.extend(unmatched(source, &candidates, switches));
+    checks.extend(wish_mismatches(source, &candidates, &wishes, switches));
+    if !is_refused(&checks) {
+        checks.extend(too_few(source, &candidates, switches));
+    }
+    if is_refused(&checks) {
         return Err(refuse(
             "the checkpoint's GPUs cannot be mapped onto this host's",
             checks,
         ));
     }
-    settle(request, source, &candidates, &wishes, checks)
-}
-
-/// Shows the plugin's search one set of GPUs after the other, the closest first, until it makes a map that keeps the
-/// wishes.
-fn settle(
-    request: &ChoiceRequest<'_>,
-    source: &Topology,
-    candidates: &Topology,
-    wishes: &[(u32, u32)],
-    mut checks: Vec<Check>,
-) -> Result<KfdChoice, Box<KfdRefused>> {
-    let (trouble, minors) = match first_agreed(request, source, candidates, wishes) {
+    let closest = closest(source, &candidates, &wishes, switches);
+    let minors: Vec<u32> = closest.iter().map(|p| p.target.render_minor()).collect();
+    let trouble = match plugin_pairs(request, source, closest, &wishes) {
         Ok(pairs) => return Ok(chosen(request, pairs, checks)),
-        Err(refused) => refused,
+        Err(trouble) => trouble,
     };
-    let before = checks.len();
-    checks.extend(unmatched(source, candidates, request.switches));
-    checks.extend(wish_mismatches(
-        source,
-        candidates,
-        wishes,
-        request.switches,
-    ));
-    if checks.len() == before {
-        checks.extend(too_few(source, candidates, request.switches));
-    }
-    if checks.len() > before {
-        return Err(refuse(
-            "the checkpoint's GPUs cannot be mapped onto this host's",
-            checks,
-        ));
-    }
-    let relaxed = ChoiceRequest {
-        switches: &request.switches.clone().with(Switch::Numa, false),
-        ..*request
-    };
-    let numa = request.switches.is_on(Switch::Numa)
-        && first_agreed(&relaxed, source, candidates, wishes).is_ok();
     checks.push(Check {
-        name: match numa {
-            true => Switch::Numa.name().into(),
-            false => "choice of CRIU's amdgpu plugin".into(),
-        },
+        name: "choice of CRIU's amdgpu plugin".into(),
         subject: String::new(),
-        recorded: "GPUs with their links to CPUs and to each other".into(),
-        found: format!(
-            "GPUs ({}) with which the plugin {trouble}",
-            names(&minors)
-        ),
+        recorded: "GPUs in their order".into(),
+        found: format!("render nodes {minors:?}, with which the plugin {trouble}"),
         verdict: Verdict::Refused,
-        switch: numa.then(|| format!("{}=0", Switch::Numa.name())),
-        remedy: "restore where the GPUs are joined in the same way, by XGMI and PCIe, to each other and to CPUs (in the BIOS: NPS, large BAR), or with fewer comparisons (KFD_*_CHECK=0); the plugin of CRIU up to 4.2 chooses by itself".into(),
+        switch: None,
+        remedy: format!(
+            "name other GPUs by {}; the plugin of CRIU up to 4.2 chooses by itself",
+            wish::ANNOTATION
+        ),
     });
     Err(refuse(format!("CRIU's amdgpu plugin {trouble}"), checks))
 }
 
-/// Returns the plugin's map for the first set of GPUs with which it makes one that is right. The error says what it does
-/// with the closest set, and has that set.
-fn first_agreed<'a>(
-    request: &ChoiceRequest<'_>,
-    source: &Topology,
-    candidates: &'a Topology,
-    wishes: &[(u32, u32)],
-) -> Result<Vec<GpuMatch>, (String, Vec<&'a Node>)> {
-    let mut first = None;
-    for set in sets(source, candidates, wishes, request.switches).take(SETS) {
-        let minors: Vec<u32> = set.iter().map(|node| node.render_minor()).collect();
-        match plugin_agrees(request, source, &minors, wishes) {
-            Ok(pairs) => return Ok(pairs),
-            Err(trouble) => first.get_or_insert((trouble, set)),
-        };
-    }
-    Err(first.unwrap_or_else(|| ("finds too few GPUs".into(), Vec::new())))
+fn is_refused(checks: &[Check]) -> bool {
+    checks.iter().any(|c| c.verdict == Verdict::Refused)
 }
 
-/// The sets of as many GPUs as the checkpoint has: first the closest, then those that lie together, then all others. The
-/// targets of the wishes are in each.
-fn sets<'a>(
+/// Gives each GPU the target of its wish, or the closest free one. A wish moves the others by as many places.
+fn closest(
     source: &Topology,
-    candidates: &'a Topology,
+    candidates: &Topology,
     wishes: &[(u32, u32)],
     switches: &KfdSwitches,
-) -> impl Iterator<Item = Vec<&'a Node>> + use<'a> {
-    let (wished, others): (Vec<&Node>, Vec<&Node>) = candidates
-        .gpus()
-        .partition(|t| wishes.iter().any(|w| w.1 == t.gpu_id));
-    let mut free: Vec<(u32, &Node)> = Vec::new();
-    for target in others {
-        let fits = source.gpus().filter(|s| matches(s, target, switches));
-        free.extend(
-            fits.map(|s| distance(s, target))
-                .min()
-                .map(|near| (near, target)),
-        );
+) -> Vec<GpuMatch> {
+    let (mut free, mut others): (Vec<&Node>, Vec<&Node>) =
+        (candidates.gpus().collect(), source.gpus().collect());
+    let mut pairs = Vec::new();
+    let mut shift = None;
+    for (old, new) in wishes {
+        let old = others.iter().position(|s| s.gpu_id == *old);
+        let new = free.iter().position(|t| t.gpu_id == *new);
+        if let (Some(old), Some(new)) = (old, new) {
+            let (source, target) = (others.remove(old).clone(), free.remove(new).clone());
+            let by = i64::from(target.render_minor()) - i64::from(source.render_minor());
+            shift.get_or_insert(by);
+            pairs.push(GpuMatch { source, target });
+        }
     }
-    free.sort_by_key(|(near, target)| (*near, target.render_minor()));
-    let free: Vec<&Node> = free.into_iter().map(|(_, target)| target).collect();
-    let count = source.gpus().count().saturating_sub(wished.len());
-    let mut together: Vec<&Node> = free.clone();
-    together.sort_by_key(|target| target.render_minor());
-    let together: Vec<Vec<&Node>> = match count {
-        0 => Vec::new(),
-        _ => together.windows(count).map(<[_]>::to_vec).collect(),
+    let far = |s: &Node, t: &Node| match shift {
+        None => distance(s, t).into(),
+        Some(by) => (i64::from(s.render_minor()) + by).abs_diff(t.render_minor().into()),
     };
-    let closest = free.get(..count).map(<[_]>::to_vec);
-    let rest = combinations(free, count);
-    closest
-        .into_iter()
-        .chain(together)
-        .chain(rest)
-        .map(move |set| wished.iter().copied().chain(set).collect())
-}
-
-/// All choices of `count` of these, those with the first ones first.
-fn combinations<'a>(
-    of: Vec<&'a Node>,
-    count: usize,
-) -> impl Iterator<Item = Vec<&'a Node>> + use<'a> {
-    let mut next = (count <= of.len()).then(|| (0..count).collect::<Vec<usize>>());
-    std::iter::from_fn(move || {
-        let now = next.take()?;
-        let grows = (0..count).rev().find(|i| now[*i] < of.len() - count + i);
-        next = grows.map(|i| {
-            let mut after = now.clone();
-            for (at, place) in after.iter_mut().enumerate().skip(i) {
-                *place = now[i] + 1 + at - i;
-            }
-            after
-        });
-        Some(now.into_iter().map(|i| of[i]).collect())
-    })
+    // Who is still there keeps its place before others choose.
+    others.sort_by_key(|s| free.iter().map(|t| far(s, t)).min());
+    for gpu in others {
+        let fitting = free.iter().enumerate();
+        let fitting = fitting.filter(|(_, t)| matches(gpu, t, switches));
+        let near = fitting.min_by_key(|(_, t)| (far(gpu, t), t.render_minor()));
+        if let Some(at) = near.map(|(at, _)| at) {
+            let (source, target) = (gpu.clone(), free.remove(at).clone());
+            pairs.push(GpuMatch { source, target });
+        }
+    }
+    pairs
 }
 
 /// How far a GPU is from its place: 0 if it is the same GPU.
@@ -230,37 +169,34 @@ fn distance(source: &Node, target: &Node) -> u32 {
     1 + place + minor.min(1000)
 }
 
-/// Returns the plugin's map if it sees only these GPUs, if that keeps the wishes. The error says what is wrong with it.
-fn plugin_agrees(
+/// Returns the plugin's map if it sees only these GPUs and goes straight through them. The error says what is wrong. How
+/// it goes through XGMI hives is not foreseen: with one, wishes are taken at their word.
+fn plugin_pairs(
     request: &ChoiceRequest<'_>,
     source: &Topology,
-    minors: &[u32],
+    closest: Vec<GpuMatch>,
     wishes: &[(u32, u32)],
 ) -> Result<Vec<GpuMatch>, String> {
-    let view = request.target.visible(minors);
-    let mut agreed: Option<Vec<(u32, u32)>> = None;
-    for source in request.sources {
-        let mut picks = plugin_choice::choose(source, &view, request.switches)?;
-        picks.sort_unstable();
-        match &agreed {
-            Some(other) if *other != picks => {
-                return Err("would map the processes of the container differently".into());
-            }
-            _ => agreed = Some(picks),
+    let minors: Vec<u32> = closest.iter().map(|p| p.target.render_minor()).collect();
+    let view = request.target.visible(&minors);
+    if let Some(trouble) = view.unreadable.iter().find(|u| u.stops_plugin) {
+        let (node, what) = (trouble.node, &trouble.what);
+        return Err(format!("would refuse (node {node} cannot be read: {what})"));
+    }
+    let pairs = in_plugin_order(source, &view, request.switches)?;
+    let ids = |pairs: &[GpuMatch]| {
+        let ids = pairs.iter().map(|p| (p.source.gpu_id, p.target.gpu_id));
+        ids.collect::<BTreeSet<_>>()
+    };
+    let picks = ids(&pairs);
+    for other in request.sources {
+        if ids(&in_plugin_order(other, &view, request.switches)?) != picks {
+            return Err("would map the processes of the container differently".into());
         }
     }
-    let picks = agreed.unwrap_or_default();
-    let pair = |gpu: &Node| {
-        let id = picks.iter().find(|p| p.0 == gpu.gpu_id)?.1;
-        let target = view.gpus().find(|t| t.gpu_id == id)?.clone();
-        let source = gpu.clone();
-        Some(GpuMatch { source, target })
-    };
-    let pairs: Option<Vec<GpuMatch>> = source.gpus().map(pair).collect();
-    let pairs = pairs.ok_or("would choose a GPU that is not there")?;
-    let broken = wishes.iter().find(|wish| !picks.contains(wish));
-    match broken {
+    match wishes.iter().find(|wish| !picks.contains(wish)) {
         None => Ok(pairs),
+        Some(_) if source.gpus().any(|g| g.properties.hive_id != 0) => Ok(closest),
         Some((old, new)) => {
             let picks = pairs
                 .iter()
@@ -271,6 +207,36 @@ fn plugin_agrees(
             ))
         }
     }
+}
+
+/// Gives each GPU, from the last on, the last free one that fits, as the plugin does without XGMI.
+/// [`super::saved::restored_wrongly`] finds where it did otherwise.
+fn in_plugin_order(
+    source: &Topology,
+    view: &Topology,
+    switches: &KfdSwitches,
+) -> Result<Vec<GpuMatch>, String> {
+    for list in [source, view] {
+        let gpus = list.gpus();
+        let text: usize = gpus.map(|n| format!("{:#06x} ", n.gpu_id).len()).sum();
+        if PRINTED_HEAD + text >= PRINTED {
+            return Err(format!(
+                "might crash (it writes {} GPUs of one list into a buffer for 26)",
+                list.gpus().count()
+            ));
+        }
+    }
+    let mut free: Vec<&Node> = view.gpus().collect();
+    let sources: Vec<&Node> = source.gpus().collect();
+    let mut pairs = Vec::new();
+    for gpu in sources.into_iter().rev() {
+        let at = free.iter().rposition(|t| matches(gpu, t, switches));
+        let at = at.ok_or("finds no GPU for a GPU of the checkpoint")?;
+        let (source, target) = (gpu.clone(), free.remove(at).clone());
+        pairs.push(GpuMatch { source, target });
+    }
+    pairs.reverse();
+    Ok(pairs)
 }
 
 fn chosen(request: &ChoiceRequest<'_>, pairs: Vec<GpuMatch>, mut checks: Vec<Check>) -> KfdChoice {

@@ -12,14 +12,14 @@ use std::path::Path;
 
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
-use super::topology::{
-    KfdProperties, LINK_PCIE, LINK_XGMI, Link, Node, RENDER_FIRST, RENDER_LAST, Topology,
-};
+use super::topology::{KfdProperties, Node, RENDER_FIRST, RENDER_LAST, Topology};
 
 /// Largest image that is read, in bytes. It holds the queues' and buffers' private data, not the VRAM.
 pub const MAX_IMAGE: u64 = 256 << 20;
 const MAX_NODES: usize = 256;
 const MAX_LINKS: usize = 1024;
+/// PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`) and XGMI (`HSA_IOLINK_TYPE_XGMI`).
+const LINK_KINDS: [u32; 2] = [2, 11];
 const MAX_ENTRY: usize = 64 << 10;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` and `_GTT` of the kernel's interface: memory of the GPU, and the host's that the driver
 /// has allocated. The plugin saves the contents of both.
@@ -109,7 +109,7 @@ impl Images {
         let image = KfdImage {
             file: "amdgpu-kfd-0.img".into(),
             pid: 0,
-            topology: host.visible(minors).recorded(),
+            topology: host.visible(minors),
             buffers: 0,
             vram: BTreeMap::new(),
             contents: BTreeMap::new(),
@@ -282,7 +282,7 @@ impl KfdImage {
     /// Parses an image. `name` is for messages; `bytes` is the whole file.
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KfdImageError> {
         let file = FileField(name);
-        let mut nodes = Vec::new();
+        let (mut nodes, mut ends) = (Vec::new(), BTreeSet::new());
         let (mut buffers, mut vram, mut saved) = (0_u64, BTreeMap::new(), BTreeMap::new());
         let mut private = false;
         let contents = contents(file, bytes)?;
@@ -291,7 +291,9 @@ impl KfdImage {
                 "device_entries" if nodes.len() == MAX_NODES => {
                     return Err(file.wrong(field, format!("more than {MAX_NODES}")));
                 }
-                "device_entries" => nodes.push(device(file, nodes.len(), entry)?),
+                "device_entries" => {
+                    nodes.push(device(file, nodes.len(), entry, &mut ends)?);
+                }
                 "bo_entries" => {
                     buffer(file, buffers, entry, &mut vram, &mut saved)?;
                     buffers += 1;
@@ -312,6 +314,13 @@ impl KfdImage {
             count(file, field, number(&numbers, field), found)?;
         }
         unique(file, &nodes)?;
+        // The plugin does not check that a link leads to a node.
+        if let Some(end) = ends.iter().find(|to| !nodes.iter().any(|n| n.id == **to)) {
+            return Err(file.wrong(
+                "iolinks",
+                format!("a link to node {end}, which is not there"),
+            ));
+        }
         if let Some(gpu_id) = saved
             .keys()
             .find(|id| !nodes.iter().any(|n| n.gpu_id == **id))
@@ -379,27 +388,34 @@ fn unique(file: FileField<'_>, nodes: &[Node]) -> Result<(), KfdImageError> {
     Ok(())
 }
 
-fn device(file: FileField<'_>, index: usize, bytes: &[u8]) -> Result<Node, KfdImageError> {
+/// Returns a node; counts where links lead in `ends`.
+fn device(
+    file: FileField<'_>,
+    index: usize,
+    bytes: &[u8],
+    ends: &mut BTreeSet<u32>,
+) -> Result<Node, KfdImageError> {
     let entry = format!("device_entries[{index}].");
     let wrong = |field: &str, reason: String| file.wrong(format!("{entry}{field}"), reason);
     if bytes.len() > MAX_ENTRY {
         return Err(wrong("length", format!("larger than {MAX_ENTRY} bytes")));
     }
-    let mut links = Vec::new();
+    let mut links = 0;
     let numbers = walk(file, &entry, bytes, &device_fields(), |_, link| {
-        if links.len() == MAX_LINKS {
+        if links == MAX_LINKS {
             return Err(wrong("iolinks", format!("more than {MAX_LINKS}")));
         }
-        let entry = format!("{entry}iolinks[{}].", links.len());
+        let entry = format!("{entry}iolinks[{links}].");
         let link = walk(file, &entry, link, LINK_FIELDS, |_, _| Ok(()))?;
-        let (kind, to) = (short(&link, "type"), short(&link, "node_to_id"));
-        if kind != LINK_PCIE && kind != LINK_XGMI {
+        let kind = short(&link, "type");
+        if !LINK_KINDS.contains(&kind) {
             return Err(file.wrong(
                 format!("{entry}type"),
-                format!("{kind} is neither PCIe ({LINK_PCIE}) nor XGMI ({LINK_XGMI})"),
+                format!("{kind} is neither PCIe nor XGMI {LINK_KINDS:?}"),
             ));
         }
-        links.push(Link { kind, to });
+        links += 1;
+        ends.insert(short(&link, "node_to_id"));
         Ok(())
     })?;
     let mut node = Node {
@@ -407,7 +423,6 @@ fn device(file: FileField<'_>, index: usize, bytes: &[u8]) -> Result<Node, KfdIm
         gpu_id: short(&numbers, "gpu_id"),
         cpu_cores_count: short(&numbers, "cpu_cores_count"),
         properties: KfdProperties::of(|name| number(&numbers, name)),
-        links,
         ..Node::default()
     };
     node.properties.vram_public = u32::from(node.properties.vram_public != 0);

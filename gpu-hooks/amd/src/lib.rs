@@ -1,10 +1,9 @@
-//! What a checkpoint of AMD GPUs needs around CRIU's amdgpu plugin: predicts whether and how it would restore here, and
-//! finds what it left out.
+//! What a checkpoint of AMD GPUs needs around CRIU's amdgpu plugin: chooses the GPUs that it may see at a restore, and
+//! finds what it left out or chose otherwise.
 //!
 //! - [`image`]: reads the plugin's images.
 //! - [`topology`]: reads CPUs, GPUs and links, of an image or of this host.
 //! - [`checks`]: compares what the plugin compares; its switches.
-//! - [`plugin_choice`]: predicts the plugin's own choice where it is straight.
 //! - [`choose`]: chooses the GPUs that the plugin sees.
 //! - [`pages`]: moves the GPU memory that the plugin saves into VRAM files, and back.
 //! - [`open_nodes`]: refuses processes whose open nodes the plugin could not restore.
@@ -19,7 +18,6 @@ pub mod choose;
 pub mod image;
 pub mod open_nodes;
 pub mod pages;
-pub mod plugin_choice;
 mod reasons;
 pub mod saved;
 pub mod topology;

@@ -1,10 +1,11 @@
-//! Finds what CRIU's amdgpu plugin has left out without an error.
+//! Finds what CRIU's amdgpu plugin has left out or chosen otherwise without an error.
 //!
 //! The plugin of CRIU 4.1.1 and 4.2.1 drops the errors of its copies: a copy that fails counts as done (`sdma_copy_bo`
 //! returns the result of its clean-up). It looks for a process's buffers under the ids of the machine's GPUs, but a
 //! process that was restored on other GPUs knows them by the ids of the old ones: then it saves none of them
 //! (`save_bos`). So a checkpoint is complete only if the files are.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -115,22 +116,55 @@ fn length(file: &mut File) -> std::io::Result<(u64, u64)> {
     Ok((u64::from_ne_bytes(head), bytes.saturating_sub(HEAD)))
 }
 
-/// Returns the first line of CRIU's log by which a copy of GPU memory has failed.
-pub fn failed_copy(log: &Path) -> Option<String> {
+/// Returns why what CRIU has restored by this log is not the container: the plugin has gone on after a copy failed, or
+/// has chosen other GPUs than these, each a `gpu_id` of the checkpoint and one of this host. With none, every map is right.
+pub fn restored_wrongly(log: &Path, pairs: &[(u32, u32)]) -> Option<String> {
     let mut log = BufReader::new(File::open(log).ok()?.take(MAX_LOG));
     let mut line = Vec::new();
+    // By process: the map that it prints last. What the plugin prints before are trials.
+    let mut maps: BTreeMap<String, (bool, Vec<(u32, u32)>)> = BTreeMap::new();
     loop {
         line.clear();
-        let read = (&mut log)
-            .take(MAX_LINE)
-            .read_until(b'\n', &mut line)
-            .ok()?;
-        if read == 0 {
-            return None;
+        let mut part = (&mut log).take(MAX_LINE);
+        if part.read_until(b'\n', &mut line).ok()? == 0 {
+            break;
         }
         let text = String::from_utf8_lossy(&line);
-        if text.contains("amdgpu_plugin") && FAILED_COPIES.iter().any(|m| text.contains(m)) {
-            return Some(text.trim().to_owned());
+        let Some((head, said)) = text.trim().split_once("amdgpu_plugin: ") else {
+            continue;
+        };
+        if FAILED_COPIES.iter().any(|m| said.contains(m)) {
+            return Some(format!(
+                "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {}",
+                text.trim()
+            ));
+        }
+        let process = head.split_once(')').map_or(head, |(_, pid)| pid).to_owned();
+        let id = |hex: &str| u32::from_str_radix(hex.strip_prefix("0x")?, 16).ok();
+        let pair = said.strip_prefix("GPU: ").and_then(|p| {
+            let (old, new) = p.split_once(" -> ")?;
+            Some((id(old)?, id(new)?))
+        });
+        if said == "Maps after all nodes matched" {
+            maps.insert(process, (true, Vec::new()));
+        } else if let Some((open, map)) = maps.get_mut(&process).filter(|(open, _)| *open) {
+            *open = !said.chars().all(|c| c == '=');
+            map.extend(pair);
         }
     }
+    let wrong = |map: &Vec<(u32, u32)>| map.iter().any(|p| !pairs.contains(p));
+    let other = maps.values().find(|(_, map)| wrong(map));
+    if let Some((_, map)) = other.filter(|_| !pairs.is_empty()) {
+        let map: Vec<String> = map
+            .iter()
+            .map(|(a, b)| format!("{a:#06x}={b:#06x}"))
+            .collect();
+        return Some(format!(
+            "CRIU's amdgpu plugin has restored on other GPUs than those whose nodes the container has: restore with dev.cryopod.gpu.map={}",
+            map.join(",")
+        ));
+    }
+    (pairs.len() > 1 && maps.is_empty()).then(|| {
+        "CRIU's log does not say on which GPUs its amdgpu plugin has restored the container".into()
+    })
 }

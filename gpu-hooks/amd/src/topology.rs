@@ -1,8 +1,8 @@
-//! Reads the KFD's topology: CPUs and GPUs as nodes, their properties and links. The same types describe this host and
+//! Reads the KFD's topology: CPUs and GPUs as nodes, and their properties. The same types describe this host and
 //! an image of CRIU's amdgpu plugin.
 //!
-//! A node with `gpu_id` 0 is a CPU. Nodes and links keep the order in which the directory or image lists them, because
-//! the plugin's choice depends on it.
+//! A node with `gpu_id` 0 is a CPU. Nodes keep the order in which the directory or image lists them, because the plugin's
+//! choice depends on it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,20 +14,9 @@ use cryopod_host::nodes::Vendor;
 use cryopod_gpu_plan::gpus::amd_gpus::{TOPOLOGY, pci_address};
 use cryopod_host::files::Host;
 
-/// PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`).
-pub const LINK_PCIE: u32 = 2;
-/// XGMI (`HSA_IOLINK_TYPE_XGMI`).
-pub const LINK_XGMI: u32 = 11;
 pub const RENDER_FIRST: u32 = 128;
 /// Last minor that the plugin opens as a render node.
 pub const RENDER_LAST: u32 = 255;
-
-/// A link of a node to another. Only PCIe and XGMI count; others are not kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Link {
-    pub kind: u32,
-    pub to: u32,
-}
 
 macro_rules! properties {
     ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
@@ -95,8 +84,6 @@ pub struct Node {
     /// Cores of a CPU; 0 for a GPU.
     pub cpu_cores_count: u32,
     pub properties: KfdProperties,
-    /// Links to other nodes, also to hidden ones.
-    pub links: Vec<Link>,
     pub pci: Option<String>,
     /// The GPU's unique id, 16 hex digits, or else its PCI address; where known.
     pub unique_id: Option<String>,
@@ -192,10 +179,6 @@ impl Topology {
                 Err(e) => return trouble(format!("mem_banks: {e}"), minor, true),
             }
         }
-        match links(host, dir) {
-            Ok(links) => node.links = links,
-            Err(e) => return trouble(format!("io_links: {e}"), minor, true),
-        }
         self.nodes.push(node);
     }
 
@@ -208,8 +191,7 @@ impl Topology {
         self.nodes.iter().find(|n| n.id == id)
     }
 
-    /// Returns what a process sees whose device cgroup allows only these render nodes: the other GPUs are gone, links
-    /// to them lead nowhere.
+    /// Returns what a process sees whose device cgroup allows only these render nodes: the other GPUs are gone.
     #[must_use]
     pub fn visible(&self, minors: &[u32]) -> Self {
         Self {
@@ -226,17 +208,6 @@ impl Topology {
                 .cloned()
                 .collect(),
         }
-    }
-
-    /// Returns what the plugin records of this: without the links that lead nowhere.
-    #[must_use]
-    pub fn recorded(&self) -> Self {
-        let mut topology = self.clone();
-        let ids: Vec<u32> = topology.nodes.iter().map(|n| n.id).collect();
-        for node in &mut topology.nodes {
-            node.links.retain(|l| ids.contains(&l.to));
-        }
-        topology
     }
 
     /// Adds the PCI addresses and unique ids from the metadata; an image of the plugin has neither.
@@ -316,19 +287,4 @@ fn vram(host: &Host, dir: &str) -> Result<(bool, u64), String> {
         }
     }
     Err("no bank of VRAM".into())
-}
-
-fn links(host: &Host, dir: &str) -> Result<Vec<Link>, String> {
-    let directory = format!("{dir}/io_links");
-    let mut links = Vec::new();
-    for (_, link) in numbered(host, &directory).map_err(|e| e.to_string())? {
-        let link = pairs(host, &format!("{directory}/{link}/properties"))?;
-        let number = |key| link.get(key).and_then(|v| u32::try_from(*v).ok());
-        if let (Some(kind @ (LINK_PCIE | LINK_XGMI)), Some(to)) =
-            (number("type"), number("node_to"))
-        {
-            links.push(Link { kind, to });
-        }
-    }
-    Ok(links)
 }

@@ -10,7 +10,7 @@ pub mod surroundings;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use cryopod_amd::choose::{self as amd_choose, ChoiceRequest};
+use cryopod_amd::choose::{self as amd_choose, ChoiceRequest, GpuMatch};
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::Topology;
 use cryopod_archive::metadata::{Gpu, Metadata};
@@ -121,7 +121,7 @@ pub struct RestoreAnswer {
     pub other: Vec<Refusal>,
     pub chosen: Option<GpuPlacement>,
     /// The only render minors that the container may see, so that the AMD plugin can choose no others.
-    pub amd_visible: Option<Vec<u32>>,
+    pub amd_pairs: Option<Vec<GpuMatch>>,
     pub env: Vec<(&'static str, OsString)>,
 }
 
@@ -267,7 +267,7 @@ fn amd(
     };
     tracing::info!("{}", choice.sentence);
     answer.checks.extend(choice.checks.clone());
-    answer.amd_visible = Some(choice.visible.clone());
+    answer.amd_pairs = Some(choice.pairs.clone());
     let here = amd_gpus::gpus(question.host);
     let by_minor = |gpus: &[Gpu], minor: u32| {
         gpus.iter()

@@ -17,10 +17,19 @@ cmp /tmp/before /tmp/after
 pod rm -f -t 0 c1 > /dev/null
 echo "a part of the machine's GPUs: on from $before"
 
-# The other hive: the plugin chooses who goes where in it.
+# The other hive: the plugin chooses who goes where in it. Where that is not the wish, the error has its map.
 cp /etc/cryopod/config.toml /tmp/config.toml
 setting gpu 'map = "renderD128=renderD132"'
-back c1 /tmp/c1.tar.zst
+if ! pod container restore --import /tmp/c1.tar.zst > /tmp/said 2>&1; then
+    cat /tmp/said
+    map=$(grep -om1 'gpu.map=0x[0-9a-fx=,]*' /tmp/said)
+    podman rm -f -t 0 -a > /dev/null
+    cp /tmp/config.toml /etc/cryopod/config.toml
+    setting gpu "map = \"${map#*=}\""
+    back c1 /tmp/c1.tar.zst
+else
+    wait_for rounds c1 $((before + 5))
+fi
 gpus_of c1 $half $other > /tmp/after
 for minor in $other; do
     says /tmp/after "^/dev/dri/renderD$minor e2:$(printf %x "$minor") opens$"

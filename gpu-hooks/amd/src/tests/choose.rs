@@ -5,7 +5,6 @@ use super::super::choose::{ChoiceRequest, KfdChoice, KfdRefused, choose};
 use super::*;
 use cryopod_gpu_plan::checks::compat::{Verdict, refusals};
 use cryopod_gpu_plan::mapping::wish::Wish;
-use std::collections::BTreeSet;
 
 fn decide(
     sources: &[Topology],
@@ -52,7 +51,7 @@ fn all(refused: &KfdRefused) -> String {
 
 #[test]
 fn the_same_machine_keeps_its_places() {
-    let t = server(2, 8, 4, 0xa000);
+    let t = machine(2, 8, 0xa000);
     let choice = auto(&t, &t).unwrap();
     assert!(!choice.moves());
     assert_eq!(choice.visible, (128..136).collect::<Vec<_>>());
@@ -68,8 +67,8 @@ fn the_same_machine_keeps_its_places() {
 
 #[test]
 fn another_host_and_only_what_may_be_used() {
-    let source = server(1, 8, 0, 0xa000).visible(&[128]);
-    let here = server(1, 8, 0, 0xb000);
+    let source = machine(1, 8, 0xa000).visible(&[128]);
+    let here = machine(1, 8, 0xb000);
     let choice = auto(&source, &here).unwrap();
     assert_eq!(
         (minors(&choice), choice.visible.as_slice()),
@@ -104,10 +103,10 @@ fn another_host_and_only_what_may_be_used() {
 
 #[test]
 fn wishes_by_every_kind_of_name() {
-    let mut source = server(1, 2, 0, 0xa000).visible(&[129]);
+    let mut source = machine(1, 2, 0xa000).visible(&[129]);
     source.nodes[1].pci = Some("0000:43:00.0".into());
     source.nodes[1].unique_id = Some("00000001eae4a6b3".into());
-    let mut here = server(1, 4, 0, 0xb000);
+    let mut here = machine(1, 4, 0xb000);
     here.nodes[4].pci = Some("0000:c3:00.0".into());
     for old in [
         "0xa001",
@@ -167,8 +166,8 @@ fn wishes_by_every_kind_of_name() {
 
 #[test]
 fn all_mismatches_at_once() {
-    let source = server(1, 2, 0, 0xa000);
-    let mut here = server(1, 2, 0, 0xb000);
+    let source = machine(1, 2, 0xa000);
+    let mut here = machine(1, 2, 0xb000);
     for node in here.nodes.iter_mut().filter(|n| n.is_gpu()) {
         node.properties.device_id = 0x740f;
         node.properties.vram_size -= 1;
@@ -199,8 +198,8 @@ fn all_mismatches_at_once() {
 
 #[test]
 fn relaxed_checks_are_shown_as_such() {
-    let source = server(1, 1, 0, 0xa000);
-    let mut here = server(1, 1, 0, 0xb000);
+    let source = machine(1, 1, 0xa000);
+    let mut here = machine(1, 1, 0xb000);
     here.nodes[1].properties.fw_version -= 1;
     let off = KfdSwitches::default().with(Switch::FwVersion, false);
     let choice = decide(&[source], &here, None, "auto", &off).unwrap();
@@ -214,56 +213,40 @@ fn relaxed_checks_are_shown_as_such() {
 }
 
 #[test]
-fn structure_is_told() {
-    let e = |a: &Topology, b: &Topology| all(&auto(a, b).unwrap_err());
-    let hives = e(&server(1, 4, 2, 0xa000), &server(1, 4, 0, 0xb000));
-    assert!(
-        hives.contains("would refuse (the checkpoint has 2 hives and it sees 0)"),
-        "{hives}"
-    );
-    let mut one_cpu = server(1, 4, 0, 0xb000);
-    one_cpu.nodes.insert(
-        1,
-        Node {
-            id: 9,
-            cpu_cores_count: 8,
-            ..Node::default()
-        },
-    );
-    let numa = e(&server(2, 4, 0, 0xa000), &one_cpu);
-    assert!(
-        numa.contains("KFD_NUMA_CHECK") && numa.contains("relaxed by KFD_NUMA_CHECK=0"),
-        "{numa}"
-    );
-    let mut small_bar = server(1, 2, 0, 0xb000);
-    small_bar.nodes[0].links.clear();
-    let cpu = e(&server(1, 2, 0, 0xa000), &small_bar);
-    assert!(
-        cpu.contains("finds no GPU for a GPU of the checkpoint") && cpu.contains("large BAR"),
-        "{cpu}"
-    );
-    let mut peers = server(1, 2, 0, 0xa000);
-    mesh(&mut peers, LINK_PCIE, &[1, 2]);
-    let links = e(&peers, &server(1, 2, 0, 0xb000));
-    assert!(
-        links.contains("finds no GPU for a GPU of the checkpoint"),
-        "{links}"
-    );
-    let mut models = (server(1, 3, 0, 0xa000), server(1, 4, 0, 0xb000));
-    models
-        .1
-        .nodes
-        .iter_mut()
-        .skip(3)
-        .for_each(|n| n.properties.device_id += 1);
-    models.0.nodes[1].properties.device_id += 0;
-    let few = e(&models.0, &models.1);
+fn too_few_of_a_model_and_too_many_for_the_plugin_are_refused() {
+    let (source, mut here) = (machine(1, 3, 0xa000), machine(1, 4, 0xb000));
+    for node in here.nodes.iter_mut().skip(3) {
+        node.properties.device_id += 1;
+    }
+    let few = all(&auto(&source, &here).unwrap_err());
     assert!(few.contains("GPUs that match: the checkpoint has 3 (renderD128, renderD129, renderD130), this host has 2 that match them (renderD128, renderD129)"), "{few}");
+    let most = machine(1, 26, 0xa000);
+    auto(&most, &most).unwrap();
+    let more = machine(1, 27, 0xa000);
+    let e = all(&auto(&more, &more).unwrap_err());
+    assert!(e.contains("might crash (it writes 27 GPUs"), "{e}");
+    // An id is longer, in an image from a stranger.
+    let mut long = most.clone();
+    long.nodes[1].gpu_id = 0xffff_0000;
+    assert!(auto(&long, &most).is_err());
+}
+
+#[test]
+fn gpus_that_are_still_there_are_kept() {
+    let (mut source, mut here) = (machine(1, 3, 0xa000), machine(1, 6, 0xb000));
+    for node in source.nodes.iter_mut().chain(&mut here.nodes) {
+        node.unique_id = node.is_gpu().then(|| format!("u{}", node.id));
+    }
+    // The last is another one now; of the others those of the first places stay.
+    source.nodes[3].unique_id = Some("u6".into());
+    let choice = auto(&source, &here).unwrap();
+    assert_eq!(choice.visible, [128, 129, 133]);
+    assert_eq!(minors(&choice), [(128, 128), (129, 129), (130, 133)]);
 }
 
 #[test]
 fn processes_that_saw_other_gpus() {
-    let t = server(1, 2, 0, 0xa000);
+    let t = machine(1, 2, 0xa000);
     let e = all(&decide(
         &[t.clone(), t.visible(&[128])],
         &t,
@@ -294,7 +277,7 @@ fn processes_that_saw_other_gpus() {
 
 #[test]
 fn a_wish_that_the_plugin_would_not_keep_is_refused() {
-    let (source, here) = (server(1, 2, 0, 0xa000), server(1, 2, 0, 0xb000));
+    let (source, here) = (machine(1, 2, 0xa000), machine(1, 2, 0xb000));
     let e = decide(&[source], &here, None, "0=1,1=0", &KfdSwitches::default()).unwrap_err();
     assert!(
         e.reason.contains(
@@ -310,25 +293,20 @@ fn a_wish_that_the_plugin_would_not_keep_is_refused() {
 }
 
 #[test]
-fn a_choice_gives_each_gpu_one_and_a_refusal_its_reasons() {
-    let (mut chosen, mut refused) = (0, 0);
-    for seed in 0..600 {
-        let mut dice = Dice(seed);
-        let gpus = 1 + dice.roll(5) as u32;
-        let source = random(&mut dice, gpus);
-        let (more, changes) = (dice.roll(4) as u32, dice.roll(3));
-        let here = other(&mut dice, &source, more, changes);
-        match auto(&source, &here) {
-            Ok(choice) => {
-                chosen += 1;
-                let targets: BTreeSet<u32> = choice.pairs.iter().map(|p| p.target.id).collect();
-                assert_eq!(targets.len(), source.gpus().count(), "seed {seed}");
-            }
-            Err(e) => {
-                refused += 1;
-                assert!(!all(&e).is_empty());
-            }
-        }
-    }
-    assert!(chosen > 50 && refused > 50, "{chosen} {refused}");
+fn a_wish_moves_the_others_and_is_taken_at_its_word_in_a_hive() {
+    let (mut source, here) = (
+        machine(1, 8, 0xa000).visible(&[128, 129]),
+        machine(1, 8, 0xa000),
+    );
+    let decide = |source: &Topology, wish: &str| {
+        let sources = std::slice::from_ref(source);
+        decide(sources, &here, None, wish, &KfdSwitches::default()).map(|c| minors(&c))
+    };
+    assert_eq!(decide(&source, "0=4").unwrap(), [(128, 132), (129, 133)]);
+    assert!(decide(&source, "0=5,1=4").is_err());
+    source.nodes[1].properties.hive_id = 7;
+    assert_eq!(
+        decide(&source, "0=5,1=4").unwrap(),
+        [(128, 133), (129, 132)]
+    );
 }

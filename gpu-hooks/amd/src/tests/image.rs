@@ -41,17 +41,17 @@ fn device_values(n: &Node) -> Vec<(&'static str, u64)> {
     values
 }
 
-fn device(n: &Node, without: u64) -> Vec<u8> {
+fn device(n: &Node, without: u64, links: &[(u64, u64)]) -> Vec<u8> {
     let mut out = Vec::new();
     for (i, (_, value)) in device_values(n).into_iter().enumerate() {
         if i as u64 + 1 != without {
             number(&mut out, i as u64 + 1, value);
         }
     }
-    for l in &n.links {
+    for (kind, to) in links {
         let mut link = Vec::new();
-        number(&mut link, 1, l.kind.into());
-        number(&mut link, 2, l.to.into());
+        number(&mut link, 1, *kind);
+        number(&mut link, 2, *to);
         bytes(&mut out, 32, &link);
     }
     out
@@ -86,7 +86,7 @@ pub(super) fn kfd(t: &Topology, without: u64, without_device: (usize, u64)) -> V
         } else {
             0
         };
-        bytes(&mut out, 4, &device(n, without));
+        bytes(&mut out, 4, &device(n, without, &[(2, 0), (11, 1)]));
     }
     field(&mut out, 5, 3);
     let id = t.gpus().next().unwrap().gpu_id;
@@ -109,7 +109,7 @@ pub(super) fn framed(contents: &[u8]) -> Vec<u8> {
 }
 
 pub(super) fn sample() -> Topology {
-    server(2, 3, 3, 0xa000)
+    machine(2, 3, 0xa000)
 }
 
 fn error(contents: &[u8]) -> String {
@@ -241,8 +241,8 @@ fn foreign_and_inconsistent_files_are_refused() {
             "device_entries[3].cpu_cores_count: 3 for a GPU",
         ),
         (
-            change(&|t| t.nodes[3].links[1].kind = 7),
-            "device_entries[3].iolinks[1].type: 7 is neither",
+            change(&|t| t.nodes[1].id = 5),
+            "iolinks: a link to node 1, which is not there",
         ),
     ] {
         assert!(e.starts_with(&format!("{NAME}: {want}")), "{e}");
@@ -284,18 +284,19 @@ fn foreign_and_inconsistent_files_are_refused() {
 fn counts_and_sizes_are_bounded() {
     let mut many = Vec::new();
     for _ in 0..300 {
-        bytes(&mut many, 4, &device(&gpu(1, 2, 3), 0));
+        bytes(&mut many, 4, &device(&gpu(1, 2, 3), 0, &[]));
     }
     assert!(error(&many).contains("device_entries: more than 256"));
-    let mut large = gpu(1, 2, 3);
-    large.links = vec![Link { kind: 2, to: 0 }; 2000];
-    let mut out = Vec::new();
-    bytes(&mut out, 4, &device(&large, 0));
-    assert!(error(&out).contains("device_entries[0].iolinks: more than 1024"));
-    large.links = vec![Link { kind: 2, to: 0 }; 20_000];
-    let mut out = Vec::new();
-    bytes(&mut out, 4, &device(&large, 0));
-    assert!(error(&out).contains("device_entries[0].length: larger than"));
+    for (links, want) in [
+        (vec![(2, 0); 2000], "iolinks: more than 1024"),
+        (vec![(2, 0); 20_000], "length: larger than"),
+        (vec![(2, 0), (7, 0)], "iolinks[1].type: 7 is neither"),
+    ] {
+        let mut out = Vec::new();
+        bytes(&mut out, 4, &device(&gpu(1, 2, 3), 0, &links));
+        let e = error(&out);
+        assert!(e.contains(&format!("device_entries[0].{want}")), "{e}");
+    }
 }
 
 #[test]

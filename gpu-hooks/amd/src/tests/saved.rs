@@ -5,7 +5,7 @@ use std::fs;
 use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess};
 use cryopod_host::nodes::Vendor;
 
-use super::super::saved::{complete, failed_copy, note};
+use super::super::saved::{complete, note, restored_wrongly};
 use super::image::{framed, kfd, sample};
 
 /// The files of a process with three GPUs, whose buffers are all on the first: 3 MiB of VRAM and 4 KiB of GTT.
@@ -72,18 +72,41 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn a_copy_that_failed_is_found_in_the_log() {
+fn the_log_of_a_restore_shows_what_went_wrong() {
     let dir = tempfile::tempdir().unwrap();
-    let log = dir.path().join("restore.log");
+    let path = dir.path().join("restore.log");
+    let found = |text: &str, pairs: &[(u32, u32)]| {
+        fs::write(&path, text).unwrap();
+        restored_wrongly(&path, pairs)
+    };
+    let (one, two) = ([(0xa000, 0xb000)], [(0xa000, 0xb000), (0xa001, 0xb001)]);
     let well = "(00.1) amdgpu_plugin: Thread[0xa000] started\n(00.2) amdgpu_plugin: Restore successful (fd:3)\n";
-    fs::write(&log, well).unwrap();
-    assert_eq!(failed_copy(&log), None);
+    assert_eq!(found(well, &one), None);
     let bad = "(00.3)      1: Error (amdgpu_plugin.c:680): amdgpu_plugin: failed to submit command for SDMA IB: Success";
-    fs::write(
-        &log,
-        format!("{well}{}\n{bad}\n{well}", "x".repeat(1 << 20)),
-    )
-    .unwrap();
-    assert_eq!(failed_copy(&log).as_deref(), Some(bad));
-    assert_eq!(failed_copy(&dir.path().join("none")), None);
+    let copy = found(
+        &format!("{well}{}\n{bad}\n{well}", "x".repeat(1 << 20)),
+        &one,
+    );
+    assert!(copy.unwrap().ends_with(bad));
+    assert_eq!(restored_wrongly(&dir.path().join("none"), &two), None);
+
+    // A process tries a pair, and another process prints its map between.
+    let map = |process: u32, first: u32, second: u32| {
+        ["Maps after all nodes matched", "===Maps===============", &format!("GPU: 0xA000 -> 0x{first:04X}"), &format!("GPU: 0xA001 -> 0x{second:04X}"), "CPU: 00 -> 00", "======================"]
+            .map(|said| format!("(00.4)     {process}: amdgpu_plugin: {said}\n    {process}: other\n(00.4)     7: amdgpu_plugin: GPU: 0xA000 -> 0xB001\n"))
+            .concat()
+    };
+    assert_eq!(found(&map(1, 0xb000, 0xb001), &two), None);
+    assert_eq!(
+        found(&(map(1, 0xb000, 0xb001) + &map(2, 0xb000, 0xb001)), &two),
+        None
+    );
+    let other = found(&(map(1, 0xb000, 0xb001) + &map(2, 0xb001, 0xb000)), &two).unwrap();
+    assert!(
+        other.ends_with("gpu.map=0xa000=0xb001,0xa001=0xb000"),
+        "{other}"
+    );
+    assert_eq!(found(&map(2, 0xb001, 0xb000), &[]), None);
+    let silent = found(well, &two).unwrap();
+    assert!(silent.contains("does not say"), "{silent}");
 }

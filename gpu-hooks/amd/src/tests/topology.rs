@@ -11,7 +11,6 @@ fn write(root: &Path, t: &Topology) {
     for n in &t.nodes {
         let dir = root.join(format!("sys/class/kfd/kfd/topology/nodes/{}", n.id));
         fs::create_dir_all(dir.join("mem_banks/0")).unwrap();
-        fs::create_dir_all(dir.join("io_links")).unwrap();
         fs::write(dir.join("gpu_id"), format!("{}\n", n.gpu_id)).unwrap();
         let p = &n.properties;
         let mut text = format!(
@@ -30,18 +29,6 @@ fn write(root: &Path, t: &Topology) {
             format!("heap_type {heap}\nsize_in_bytes {}\nflags 0\n", p.vram_size),
         )
         .unwrap();
-        for (i, l) in n.links.iter().enumerate() {
-            let dir = dir.join(format!("io_links/{i}"));
-            fs::create_dir_all(&dir).unwrap();
-            fs::write(
-                dir.join("properties"),
-                format!(
-                    "type {}\nversion_major 0\nnode_from {}\nnode_to {}\nweight 20\n",
-                    l.kind, n.id, l.to
-                ),
-            )
-            .unwrap();
-        }
     }
 }
 
@@ -49,7 +36,6 @@ fn write(root: &Path, t: &Topology) {
 fn sorted(mut t: Topology) -> Topology {
     t.nodes.sort_by_key(|n| n.id);
     for n in &mut t.nodes {
-        n.links.sort_unstable();
         n.pci = None;
         n.unique_id = None;
     }
@@ -59,7 +45,7 @@ fn sorted(mut t: Topology) -> Topology {
 #[test]
 fn what_the_kernel_shows_is_read() {
     let dir = tempfile::tempdir().unwrap();
-    let mut t = server(2, 4, 2, 0xa000);
+    let mut t = machine(2, 4, 0xa000);
     t.nodes[4].properties.vram_public = 0;
     write(dir.path(), &t);
     let host = Host::at(dir.path());
@@ -73,22 +59,9 @@ fn what_the_kernel_shows_is_read() {
 }
 
 #[test]
-fn links_of_other_kinds_do_not_count() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut t = server(1, 1, 0, 0xa000);
-    write(dir.path(), &t);
-    t.nodes[0].links.clear();
-    let link = dir
-        .path()
-        .join("sys/class/kfd/kfd/topology/nodes/0/io_links/0/properties");
-    fs::write(link, "type 1\nnode_to 1\n").unwrap();
-    assert_eq!(sorted(Topology::read(&Host::at(dir.path()))), t);
-}
-
-#[test]
 fn what_cannot_be_read_is_left_out_and_noted() {
     let dir = tempfile::tempdir().unwrap();
-    let t = server(1, 4, 0, 0xa000);
+    let t = machine(1, 4, 0xa000);
     write(dir.path(), &t);
     let node = |n: u32| {
         dir.path()
@@ -124,17 +97,8 @@ fn what_cannot_be_read_is_left_out_and_noted() {
 }
 
 #[test]
-fn a_masked_gpu_is_gone_and_links_to_it_lead_nowhere() {
-    let t = server(1, 4, 4, 0xa000);
-    let view = t.visible(&[128, 130]);
+fn a_masked_gpu_is_gone() {
+    let view = machine(1, 4, 0xa000).visible(&[128, 130]);
     let left: Vec<u32> = view.gpus().map(Node::render_minor).collect();
     assert_eq!(left, [128, 130]);
-    assert!(
-        view.gpus()
-            .next()
-            .unwrap()
-            .links
-            .iter()
-            .any(|l| view.node(l.to).is_none())
-    );
 }

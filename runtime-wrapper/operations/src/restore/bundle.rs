@@ -91,7 +91,8 @@ fn planned<'a>(
     if prepared.new_mounts.is_some() {
         edits.push(Box::new(hooks::HooksRemoval));
     }
-    if let Some(visible) = prepared.amd_visible.clone() {
+    if let Some(pairs) = &prepared.amd_pairs {
+        let visible = pairs.iter().map(|p| p.target.render_minor()).collect();
         edits.push(Box::new(OnlyRender { visible }));
     }
     edits

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use cryopod_amd::choose::GpuMatch;
 use cryopod_amd::image::Images;
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::plan::PlanError;
@@ -34,7 +35,7 @@ use crate::vram::agent::RunningAgent;
 pub(super) struct RestorePlan {
     pub chosen: GpuPlacement,
     /// The only render minors of AMD's GPUs that the container may see.
-    pub amd_visible: Option<Vec<u32>>,
+    pub amd_pairs: Option<Vec<GpuMatch>>,
     pub provision: Provision,
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
@@ -121,7 +122,7 @@ pub(super) fn plan(
     }
     Ok(RestorePlan {
         chosen,
-        amd_visible: answer.amd_visible,
+        amd_pairs: answer.amd_pairs,
         provision,
         plugins: means.plugins,
         agent: means.agent,

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use cryopod_amd::choose::GpuMatch;
 use cryopod_amd::pages::{self, UnpackedPages};
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
@@ -33,7 +34,7 @@ pub(super) struct RestorePreparation {
     pub arguments: Vec<OsString>,
     pub runtime_log: Option<RuntimeLog>,
     pub chosen: GpuPlacement,
-    pub amd_visible: Option<Vec<u32>>,
+    pub amd_pairs: Option<Vec<GpuMatch>>,
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
     pub decoded: DecodedImages,
@@ -53,7 +54,7 @@ pub(super) fn prepare(
 ) -> Result<RestorePreparation, Error> {
     let RestorePlan {
         chosen,
-        amd_visible,
+        amd_pairs,
         mut provision,
         plugins,
         agent,
@@ -122,7 +123,7 @@ pub(super) fn prepare(
         arguments,
         runtime_log,
         chosen,
-        amd_visible,
+        amd_pairs,
         provision,
         new_mounts,
         decoded,

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use cryopod_amd::choose::GpuMatch;
 use cryopod_amd::saved;
 use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::format::names;
@@ -34,10 +35,11 @@ pub(super) struct RestoreOutcome {
 const RESTORED: &str = "post-restore";
 
 /// The render minors of the AMD GPUs that the container must not see.
-fn denied(host: &Host, visible: &[u32]) -> Vec<u32> {
+fn denied(host: &Host, visible: &[GpuMatch]) -> Vec<u32> {
     let topology = Topology::read(host);
     let minors = topology.gpus().map(Node::render_minor);
-    minors.filter(|minor| !visible.contains(minor)).collect()
+    let seen = |minor: &u32| visible.iter().any(|p| p.target.render_minor() == *minor);
+    minors.filter(|minor| !seen(minor)).collect()
 }
 
 type StageAnswer<'a> = dyn Fn(&StageQuestion) -> Result<(), String> + 'a;
@@ -100,22 +102,20 @@ fn actions<'a>(
         let mounts = prepared.decoded.mounts().unwrap_or_default();
         mount_flags::set(host, &request.spec, question.init, mounts)
     }));
-    if let Some(visible) = &prepared.amd_visible {
+    if let Some(pairs) = &prepared.amd_pairs {
         actions.push(Action::at(device_filter::STAGE, |question| {
-            if let Err(e) = device_filter::deny(host, question.init, &denied(host, visible)) {
+            if let Err(e) = device_filter::deny(host, question.init, &denied(host, pairs)) {
                 tracing::warn!("other AMD GPUs are not denied yet: {e}");
             }
             Ok(())
         }));
     }
     if amd {
-        actions.push(Action::at(RESTORED, |_| {
-            match before.criu_log().and_then(saved::failed_copy) {
-                None => Ok(()),
-                Some(line) => Err(format!(
-                    "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {line}"
-                )),
-            }
+        let pairs = prepared.amd_pairs.iter().flatten();
+        let pairs: Vec<_> = pairs.map(|p| (p.source.gpu_id, p.target.gpu_id)).collect();
+        actions.push(Action::at(RESTORED, move |_| {
+            let wrong = |log| saved::restored_wrongly(log, &pairs);
+            before.criu_log().and_then(wrong).map_or(Ok(()), Err)
         }));
     }
     actions
