@@ -54,15 +54,15 @@ pub fn ended(device: i32) -> Option<usize> {
 }
 
 /// Calls a function of the driver's that this library does not stand in front of.
-pub fn other_call(name: &CStr, [a, b, c]: [usize; 3]) -> c_int {
+pub fn other_call<const N: usize>(name: &CStr, arguments: [usize; N]) -> c_int {
     // SAFETY: each caller here names a function with at most these arguments: numbers, and pointers to live locals.
-    unsafe { call_at(other(name), [a, b, c, 0, 0, 0]) }
+    unsafe { call_at(other(name), arguments) }
 }
 
 /// The context that is current in this thread; 0 if none is.
 pub fn current() -> usize {
     let mut context = 0usize;
-    match other_call(c"cuCtxGetCurrent", [&raw mut context as usize, 0, 0]) {
+    match other_call(c"cuCtxGetCurrent", [&raw mut context as usize]) {
         0 => context,
         _ => 0,
     }
@@ -71,23 +71,23 @@ pub fn current() -> usize {
 /// The device of the current context.
 pub fn current_device() -> Option<i32> {
     let mut device = 0i32;
-    let code = other_call(c"cuCtxGetDevice", [&raw mut device as usize, 0, 0]);
+    let code = other_call(c"cuCtxGetDevice", [&raw mut device as usize]);
     (code == 0).then_some(device)
 }
 
 /// Does something with another context current in this thread.
 pub fn with<T>(context: usize, work: impl FnOnce() -> T) -> Result<T, c_int> {
-    let code = other_call(c"cuCtxPushCurrent_v2", [context, 0, 0]);
+    let code = other_call(c"cuCtxPushCurrent_v2", [context]);
     if code != 0 {
         return Err(code);
     }
     let result = work();
     let mut popped = 0usize;
-    other_call(c"cuCtxPopCurrent_v2", [&raw mut popped as usize, 0, 0]);
+    other_call(c"cuCtxPopCurrent_v2", [&raw mut popped as usize]);
     Ok(result)
 }
 
 /// Waits for the work in a context.
 pub fn synchronize(context: usize) -> c_int {
-    with(context, || other_call(c"cuCtxSynchronize", [0; 3])).unwrap_or_else(|code| code)
+    with(context, || other_call(c"cuCtxSynchronize", [])).unwrap_or_else(|code| code)
 }

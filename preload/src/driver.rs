@@ -8,6 +8,25 @@ use std::sync::atomic::{AtomicPtr, Ordering::SeqCst};
 /// `CUDA_ERROR_NOT_INITIALIZED`.
 pub const NOT_INITIALIZED: c_int = 3;
 
+/// Defines functions of the driver's that stand in front of its own.
+macro_rules! hooks {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block)*) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int $body
+    )*};
+}
+pub(crate) use hooks;
+
+/// Calls the driver's own function from the one that stands in front of it.
+macro_rules! real {
+    ($name:ident $(, $arg:expr)*) => {
+        // SAFETY: the program's arguments for this very function, but for a handle that stands for one of ours.
+        unsafe { crate::driver::call(crate::driver::Symbol::$name, [$($arg as usize),*]) }
+    };
+}
+pub(crate) use real;
+
 /// A function of up to twelve numbers and pointers, as all that is called is. Those on the stack that it does not take are
 /// words of the caller's frame, which it does not look at.
 pub type Many<R> = unsafe extern "C" fn(
@@ -103,7 +122,7 @@ fn driver() -> Option<&'static Driver> {
 }
 
 /// The driver's own function; 0 if it has none or is not loaded.
-pub fn real(symbol: Symbol) -> usize {
+pub fn address(symbol: Symbol) -> usize {
     driver().map_or(0, |driver| driver.reals[symbol as usize])
 }
 
@@ -123,20 +142,24 @@ pub fn other(name: &CStr) -> usize {
 /// Calls the driver's own function.
 ///
 /// # Safety
-/// The arguments must be those of the function, numbers and pointers only.
-pub unsafe fn call(symbol: Symbol, a: [usize; 6]) -> c_int {
+/// The arguments must be those of the function, numbers and pointers only, and at most six.
+pub unsafe fn call<const N: usize>(symbol: Symbol, a: [usize; N]) -> c_int {
     // SAFETY: the caller vouches for it.
-    unsafe { call_at(real(symbol), a) }
+    unsafe { call_at(address(symbol), a) }
 }
 
 /// Calls a function of the driver's by its address.
 ///
 /// # Safety
 /// As for [`call`].
-pub unsafe fn call_at(real: usize, [a, b, c, d, e, f]: [usize; 6]) -> c_int {
+pub unsafe fn call_at<const N: usize>(real: usize, arguments: [usize; N]) -> c_int {
+    const { assert!(N <= 6) };
     if real == 0 {
         return NOT_INITIALIZED;
     }
+    let mut all = [0; 6];
+    all[..N].copy_from_slice(&arguments);
+    let [a, b, c, d, e, f] = all;
     // SAFETY: a function of the driver's with at most six such arguments; further ones are ignored.
     unsafe {
         let function: Six = std::mem::transmute(real);

@@ -9,7 +9,7 @@
 
 use crate::control;
 use crate::driver::{
-    Many, NOT_INITIALIZED, REAL_DLSYM, SYMBOLS, Symbol, call, real, real_dlsym, reals,
+    Many, NOT_INITIALIZED, REAL_DLSYM, SYMBOLS, Symbol, address, hooks, real, real_dlsym, reals,
 };
 use crate::gate;
 use crate::hooks;
@@ -55,8 +55,7 @@ macro_rules! table {
             $(
                 #[unsafe(no_mangle)]
                 pub unsafe extern "C" fn $six(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_int {
-                    // SAFETY: the arguments are the caller's for this very function.
-                    gate::pass(|| unsafe { call(Symbol::$six, [a, b, c, d, e, f]) })
+                    gate::pass(|| real!($six, a, b, c, d, e, f))
                 }
             )*
             $(
@@ -65,7 +64,7 @@ macro_rules! table {
                     a: usize, b: usize, c: usize, d: usize, e: usize, f: usize,
                     g: usize, h: usize, i: usize, j: usize, k: usize, l: usize,
                 ) -> c_int {
-                    let real = real(Symbol::$many);
+                    let real = address(Symbol::$many);
                     // SAFETY: the arguments are the caller's for this very function.
                     gate::pass(|| unsafe { call_many(real, [a, b, c, d, e, f, g, h, i, j, k, l]) })
                 }
@@ -113,52 +112,32 @@ unsafe fn call_many(real: usize, [a, b, c, d, e, f, g, h, i, j, k, l]: [usize; 1
     }
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuInit(flags: usize) -> c_int {
-    // SAFETY: the program's arguments.
-    let code = unsafe { call(Symbol::cuInit, [flags, 0, 0, 0, 0, 0]) };
-    if code == SUCCESS {
-        control::start();
-    }
-    code
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(
-    name: *const c_char,
-    found: *mut *mut c_void,
-    version: usize,
-    flags: usize,
-) -> c_int {
-    let arguments = [name as usize, found as usize, version, flags, 0, 0];
-    // SAFETY: the program's arguments.
-    unsafe {
-        let code = call(Symbol::cuGetProcAddress, arguments);
-        replace_found(code, name, found);
+hooks! {
+    fn cuInit(flags: usize) {
+        let code = real!(cuInit, flags);
+        if code == SUCCESS {
+            control::start();
+        }
         code
     }
-}
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress_v2(
-    name: *const c_char,
-    found: *mut *mut c_void,
-    version: usize,
-    flags: usize,
-    status: *mut c_int,
-) -> c_int {
-    let arguments = [
-        name as usize,
-        found as usize,
-        version,
-        flags,
-        status as usize,
-        0,
-    ];
-    // SAFETY: the program's arguments.
-    unsafe {
-        let code = call(Symbol::cuGetProcAddress_v2, arguments);
-        replace_found(code, name, found);
+    fn cuGetProcAddress(name: *const c_char, found: *mut *mut c_void, version: usize, flags: usize) {
+        let code = real!(cuGetProcAddress, name, found, version, flags);
+        // SAFETY: the program's arguments.
+        unsafe { replace_found(code, name, found) };
+        code
+    }
+
+    fn cuGetProcAddress_v2(
+        name: *const c_char,
+        found: *mut *mut c_void,
+        version: usize,
+        flags: usize,
+        status: *mut c_int,
+    ) {
+        let code = real!(cuGetProcAddress_v2, name, found, version, flags, status);
+        // SAFETY: the program's arguments.
+        unsafe { replace_found(code, name, found) };
         code
     }
 }

@@ -1,7 +1,7 @@
 //! Memory of other processes that is mapped in this one, and multicast memory: nothing of it may be left when the driver
 //! checkpoints.
 
-use crate::driver::{Symbol, call};
+use crate::driver::{self, Symbol, hooks, real};
 use crate::gate;
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -59,61 +59,49 @@ pub fn released(handle: u64) {
     imports().handles.remove(&handle);
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemImportFromShareableHandle(
-    handle: *mut u64,
-    from: usize,
-    kind: usize,
-) -> c_int {
-    gate::pass(|| {
-        let arguments = [handle as usize, from, kind, 0, 0, 0];
-        // SAFETY: the program's arguments.
-        let code = unsafe { call(Symbol::cuMemImportFromShareableHandle, arguments) };
-        if code == SUCCESS {
-            // SAFETY: the driver has written it.
-            imports().handles.insert(unsafe { handle.read() });
-        }
-        code
-    })
-}
-
 /// `CUipcMemHandle`, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct IpcHandle([u8; 64]);
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
-    address: *mut u64,
-    handle: IpcHandle,
-    flags: u32,
-) -> c_int {
-    type Open = unsafe extern "C" fn(*mut u64, IpcHandle, u32) -> c_int;
-    gate::pass(|| {
-        let code = match crate::driver::real(Symbol::cuIpcOpenMemHandle_v2) {
-            0 => crate::driver::NOT_INITIALIZED,
-            // SAFETY: the driver's function of this type, and the program's arguments.
-            real => unsafe {
-                let open: Open = std::mem::transmute(real);
-                open(address, handle, flags)
-            },
-        };
-        if code == SUCCESS {
-            // SAFETY: the driver has written it.
-            imports().mapped.insert(unsafe { address.read() });
-        }
-        code
-    })
-}
+hooks! {
+    fn cuMemImportFromShareableHandle(handle: *mut u64, from: usize, kind: usize) {
+        gate::pass(|| {
+            let code = real!(cuMemImportFromShareableHandle, handle, from, kind);
+            if code == SUCCESS {
+                // SAFETY: the driver has written it.
+                imports().handles.insert(unsafe { handle.read() });
+            }
+            code
+        })
+    }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuIpcCloseMemHandle(address: usize) -> c_int {
-    gate::pass(|| {
-        // SAFETY: the program's argument.
-        let code = unsafe { call(Symbol::cuIpcCloseMemHandle, [address, 0, 0, 0, 0, 0]) };
-        if code == SUCCESS {
-            imports().mapped.remove(&(address as u64));
-        }
-        code
-    })
+    fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: u32) {
+        type Open = unsafe extern "C" fn(*mut u64, IpcHandle, u32) -> c_int;
+        gate::pass(|| {
+            let code = match driver::address(Symbol::cuIpcOpenMemHandle_v2) {
+                0 => driver::NOT_INITIALIZED,
+                // SAFETY: the driver's function of this type, and the program's arguments.
+                real => unsafe {
+                    let open: Open = std::mem::transmute(real);
+                    open(address, handle, flags)
+                },
+            };
+            if code == SUCCESS {
+                // SAFETY: the driver has written it.
+                imports().mapped.insert(unsafe { address.read() });
+            }
+            code
+        })
+    }
+
+    fn cuIpcCloseMemHandle(address: u64) {
+        gate::pass(|| {
+            let code = real!(cuIpcCloseMemHandle, address);
+            if code == SUCCESS {
+                imports().mapped.remove(&address);
+            }
+            code
+        })
+    }
 }

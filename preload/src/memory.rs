@@ -4,7 +4,7 @@
 //! Smaller allocations, and all that the program has shared with another process, are left to the driver.
 
 use crate::contexts;
-use crate::driver::{Symbol, call, call_at, other};
+use crate::driver::{Symbol, call};
 use crate::map::{Access, Contents, Location, Map, Properties};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_int};
@@ -57,14 +57,13 @@ fn checked(code: c_int) -> Result<(), c_int> {
     }
 }
 
-fn driver_call(symbol: Symbol, a: [usize; 6]) -> Result<(), c_int> {
+fn driver_call<const N: usize>(symbol: Symbol, a: [usize; N]) -> Result<(), c_int> {
     // SAFETY: each caller here passes what the function takes: numbers, and pointers to live locals.
     checked(unsafe { call(symbol, a) })
 }
 
-fn other_call(name: &CStr, a: [usize; 6]) -> Result<(), c_int> {
-    // SAFETY: as above.
-    checked(unsafe { call_at(other(name), a) })
+fn other_call<const N: usize>(name: &CStr, a: [usize; N]) -> Result<(), c_int> {
+    checked(contexts::other_call(name, a))
 }
 
 fn device_memory(device: i32) -> Properties {
@@ -83,67 +82,60 @@ fn device_memory(device: i32) -> Properties {
     }
 }
 
+fn access_for(device: i32) -> Access {
+    Access {
+        location: Location {
+            kind: DEVICE,
+            id: device,
+        },
+        flags: READ_WRITE,
+    }
+}
+
 fn create_physical(bytes: u64, properties: &Properties) -> Result<u64, c_int> {
     let mut handle = 0u64;
     let mut properties = *properties;
     // So that it can be given to the driver agent.
     properties.handle_types = POSIX_DESCRIPTOR;
-    let arguments = [
-        &raw mut handle as usize,
-        bytes as usize,
-        &raw const properties as usize,
-        0,
-        0,
-        0,
-    ];
+    let from = &raw const properties as usize;
+    let arguments = [&raw mut handle as usize, bytes as usize, from, 0];
     driver_call(Symbol::cuMemCreate, arguments).map(|()| handle)
 }
 
 fn release_physical(handle: u64) -> Result<(), c_int> {
-    driver_call(Symbol::cuMemRelease, [handle as usize, 0, 0, 0, 0, 0])
+    driver_call(Symbol::cuMemRelease, [handle as usize])
 }
 
 fn map_physical(address: u64, bytes: u64, offset: u64, handle: u64) -> Result<(), c_int> {
-    let numbers = [address, bytes, offset, handle, 0, 0];
+    let numbers = [address, bytes, offset, handle, 0];
     driver_call(Symbol::cuMemMap, numbers.map(|number| number as usize))
 }
 
 fn unmap_physical(address: u64, bytes: u64) -> Result<(), c_int> {
-    let arguments = [address as usize, bytes as usize, 0, 0, 0, 0];
-    driver_call(Symbol::cuMemUnmap, arguments)
+    driver_call(Symbol::cuMemUnmap, [address as usize, bytes as usize])
 }
 
 fn set_access(address: u64, bytes: u64, access: &[Access]) -> Result<(), c_int> {
-    let arguments = [
-        address as usize,
-        bytes as usize,
-        access.as_ptr() as usize,
-        access.len(),
-        0,
-        0,
-    ];
+    let range = [address as usize, bytes as usize];
+    let arguments = [range[0], range[1], access.as_ptr() as usize, access.len()];
     driver_call(Symbol::cuMemSetAccess, arguments)
 }
 
 fn reserve(bytes: usize) -> Result<u64, c_int> {
     let mut address = 0u64;
-    let arguments = [&raw mut address as usize, bytes, 0, 0, 0, 0];
+    let arguments = [&raw mut address as usize, bytes, 0, 0, 0];
     other_call(c"cuMemAddressReserve", arguments).map(|()| address)
 }
 
 fn unreserve(address: u64, bytes: usize) {
-    let _ = other_call(c"cuMemAddressFree", [address as usize, bytes, 0, 0, 0, 0]);
+    let _ = other_call(c"cuMemAddressFree", [address as usize, bytes]);
 }
 
 impl Memory {
     fn access_of(&self, device: i32) -> Vec<Access> {
         let peers = self.peers.iter().filter(|(owner, _)| *owner == device);
         let users = std::iter::once(device).chain(peers.map(|(_, user)| *user));
-        let access = |id| Access {
-            location: Location { kind: DEVICE, id },
-            flags: READ_WRITE,
-        };
-        users.map(access).collect()
+        users.map(access_for).collect()
     }
 
     fn allocate(&mut self, bytes: usize, context: usize, device: i32) -> Result<u64, c_int> {
@@ -338,13 +330,7 @@ pub fn allow_peer(context: usize) {
     if owner == user || !memory.peers.insert((owner, user)) {
         return;
     }
-    let access = Access {
-        location: Location {
-            kind: DEVICE,
-            id: user,
-        },
-        flags: READ_WRITE,
-    };
+    let access = access_for(user);
     let Memory { map, blocks, .. } = &mut *memory;
     for (address, block) in blocks {
         let of_owner = map
@@ -366,14 +352,8 @@ pub struct Exported {
 
 fn export(handle: u64, offset: u64, bytes: u64) -> Result<Exported, c_int> {
     let mut fd = -1i32;
-    let arguments = [
-        &raw mut fd as usize,
-        handle as usize,
-        POSIX_DESCRIPTOR as usize,
-        0,
-        0,
-        0,
-    ];
+    let kind = POSIX_DESCRIPTOR as usize;
+    let arguments = [&raw mut fd as usize, handle as usize, kind, 0];
     driver_call(Symbol::cuMemExportToShareableHandle, arguments)?;
     if fd < 0 {
         return Err(INVALID_VALUE);
@@ -478,34 +458,21 @@ pub fn has_all() -> bool {
 /// Copies all pieces without contents from memory that holds them at their places.
 pub fn fill_from(contents: &[u8]) -> Result<(), c_int> {
     let mut memory = memory();
-    let mut wanted = Vec::new();
-    for (id, piece) in memory.map.movable() {
-        if piece.contents == Contents::Empty {
-            wanted.push((
-                id,
-                piece.handle,
-                piece.offset,
-                piece.bytes,
-                piece.properties,
-            ));
+    for (_, piece) in memory.map.movable() {
+        if piece.contents != Contents::Empty {
+            continue;
         }
-    }
-    for (_, handle, offset, bytes, properties) in wanted {
-        let place = usize::try_from(offset)
-            .ok()
-            .zip(usize::try_from(bytes).ok());
+        let place = usize::try_from(piece.offset).ok();
+        let place = place.zip(usize::try_from(piece.bytes).ok());
         let from = place.and_then(|(at, len)| contents.get(at..at.checked_add(len)?));
         let from = from.ok_or(INVALID_VALUE)?;
-        fill_one(handle, from, properties.location.id)?;
+        let device = piece.properties.location.id;
+        while_mapped(piece.handle, from.len(), device, |address| {
+            let arguments = [address, from.as_ptr() as usize, from.len()];
+            driver_call(Symbol::cuMemcpyHtoD_v2, arguments)
+        })?;
     }
     Ok(())
-}
-
-fn fill_one(handle: u64, from: &[u8], device: i32) -> Result<(), c_int> {
-    while_mapped(handle, from.len(), device, |address| {
-        let arguments = [address, from.as_ptr() as usize, from.len(), 0, 0, 0];
-        driver_call(Symbol::cuMemcpyHtoD_v2, arguments)
-    })
 }
 
 /// Maps memory for a moment, at addresses of its own: a piece need not be mapped anywhere.
@@ -517,13 +484,7 @@ fn while_mapped(
 ) -> Result<(), c_int> {
     let bytes = len as u64;
     let address = reserve(len)?;
-    let access = Access {
-        location: Location {
-            kind: DEVICE,
-            id: device,
-        },
-        flags: READ_WRITE,
-    };
+    let access = access_for(device);
     let done = map_physical(address, bytes, 0, handle).and_then(|()| {
         let done = set_access(address, bytes, &[access]).and_then(|()| work(address as usize));
         done.and(unmap_physical(address, bytes))
@@ -542,21 +503,14 @@ pub fn take_back(offset: u64, bytes: u64, from: BorrowedFd<'_>) -> Result<(), c_
     let (_, piece) = piece.ok_or(INVALID_VALUE)?;
     let mut old = 0u64;
     let fd = from.as_raw_fd().unsigned_abs() as usize;
-    let import = [
-        &raw mut old as usize,
-        fd,
-        POSIX_DESCRIPTOR as usize,
-        0,
-        0,
-        0,
-    ];
+    let import = [&raw mut old as usize, fd, POSIX_DESCRIPTOR as usize];
     other_call(c"cuMemImportFromShareableHandle", import)?;
     let device = piece.properties.location.id;
     let copy = || {
         while_mapped(piece.handle, len, device, |to| {
             while_mapped(old, len, device, |from| {
-                other_call(c"cuMemcpyDtoD_v2", [to, from, len, 0, 0, 0])?;
-                other_call(c"cuCtxSynchronize", [0; 6])
+                other_call(c"cuMemcpyDtoD_v2", [to, from, len])?;
+                other_call(c"cuCtxSynchronize", [])
             })
         })
     };

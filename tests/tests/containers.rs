@@ -43,7 +43,7 @@ crate::scenarios! {
 
 /// PyTorch's directory, unpacked on the first call.
 #[allow(clippy::expect_used)] // part of a test
-pub fn torch() -> PathBuf {
+fn torch() -> PathBuf {
     let out = Command::new(bed::workspace().join("tests/torch/build"))
         .stderr(Stdio::inherit())
         .output()
@@ -53,52 +53,28 @@ pub fn torch() -> PathBuf {
 }
 
 /// A sample of the shapes, or with `SHAPES=each` or `SHAPES=all` more of them.
-fn shapes(low: &str) {
-    let which = std::env::var("SHAPES").unwrap_or_else(|_| "sample".into());
-    let Some(bed) = Bed::new(Cgroup::V2) else {
-        return;
-    };
-    let bed = bed.limit(Duration::from_secs(4 * 3600));
-    let scripts = [
-        include_str!("scripts/archive/lib.sh"),
-        include_str!("scripts/containers/shapes.sh"),
-    ];
-    println!("{}", crate::run_in(&bed, &[low, &which], &scripts));
+fn shapes(cgroup: Cgroup, low: &[&str], scripts: &[&str]) {
+    let which = crate::setting("SHAPES", "sample");
+    let limited = |bed: Bed| bed.limit(Duration::from_secs(4 * 3600));
+    let out = crate::run_changed(cgroup, limited, &[low[0], &which], scripts);
+    println!("{}", out.unwrap_or_default());
 }
 
-#[test]
-fn shapes_crun() {
-    shapes("crun");
+crate::scenarios! {
+    with shapes;
+    shapes_crun: V2 ["crun"] "archive/lib.sh" + "containers/shapes.sh";
+    shapes_runc: V2 ["runc"] "archive/lib.sh" + "containers/shapes.sh";
 }
 
-#[test]
-fn shapes_runc() {
-    shapes("runc");
+/// Runs scripts in a bed that has PyTorch.
+pub fn run_torch(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+    let bound = |bed: Bed| bed.bind(&torch(), "/opt/torch");
+    crate::run_changed(cgroup, bound, arguments, scripts);
 }
 
-fn train(low: &str) {
-    let Some(bed) = Bed::new(Cgroup::V2) else {
-        return;
-    };
-    let bed = bed.bind(&torch(), "/opt/torch");
-    crate::run_in(&bed, &[low], &[include_str!("scripts/containers/train.sh")]);
-}
-
-#[test]
-fn pytorch_example() {
-    let Some(bed) = Bed::new(Cgroup::V2) else {
-        return;
-    };
-    let bed = bed.bind(&torch(), "/opt/torch");
-    crate::run_in(&bed, &[], &[include_str!("scripts/examples/pytorch.sh")]);
-}
-
-#[test]
-fn train_crun() {
-    train("crun");
-}
-
-#[test]
-fn train_runc() {
-    train("runc");
+crate::scenarios! {
+    with run_torch;
+    pytorch_example: V2 [] "examples/pytorch.sh";
+    train_crun: V2 ["crun"] "containers/train.sh";
+    train_runc: V2 ["runc"] "containers/train.sh";
 }

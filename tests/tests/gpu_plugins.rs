@@ -34,32 +34,19 @@ fn stand_ins(dir: &Path) {
     std::fs::remove_file(library).unwrap();
 }
 
-fn run(low: &str, cgroup: Cgroup, script: &str) {
-    let Some(bed) = Bed::new(cgroup) else { return };
+fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
-    stand_ins(dir.path());
-    crate::run_in(&bed.bind(dir.path(), "/standin"), &[low], &[script]);
+    let bound = |bed: Bed| {
+        stand_ins(dir.path());
+        bed.bind(dir.path(), "/standin")
+    };
+    crate::run_changed(cgroup, bound, arguments, scripts);
 }
 
-const PLUGINS: &str = include_str!("scripts/gpu_plugins.sh");
-const CHECKS: &str = include_str!("scripts/gpu_checks.sh");
-
-#[test]
-fn crun() {
-    run("crun", Cgroup::V2, PLUGINS);
-}
-
-#[test]
-fn runc() {
-    run("runc", Cgroup::V1, PLUGINS);
-}
-
-#[test]
-fn checks_crun() {
-    run("crun", Cgroup::V2, CHECKS);
-}
-
-#[test]
-fn checks_runc() {
-    run("runc", Cgroup::V1, CHECKS);
+crate::scenarios! {
+    with run;
+    crun: V2 ["crun"] "gpu_plugins.sh";
+    runc: V1 ["runc"] "gpu_plugins.sh";
+    checks_crun: V2 ["crun"] "gpu_checks.sh";
+    checks_runc: V1 ["runc"] "gpu_checks.sh";
 }

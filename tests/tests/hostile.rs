@@ -5,53 +5,22 @@
 
 use std::time::Duration;
 
-use cryopod_tests::bed::{Bed, Cgroup};
+use cryopod_tests::bed::Cgroup;
 
-const PODMAN: &str = include_str!("scripts/hostile/podman.sh");
-const DOCKER: &str = include_str!("scripts/hostile/docker.sh");
-
-/// Rounds of each test.
-fn rounds() -> u32 {
-    std::env::var("HOSTILE_ROUNDS")
-        .ok()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(4)
+/// Runs `HOSTILE_ROUNDS` rounds: low-level runtime, rounds, mode.
+fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+    let count = crate::setting("HOSTILE_ROUNDS", "4");
+    let limit = Duration::from_secs(900 + count.parse().unwrap_or(4) * 60);
+    let arguments = [arguments[0], &count, arguments[1]];
+    crate::run_changed(cgroup, |bed| bed.limit(limit), &arguments, scripts);
 }
 
-fn run(cgroup: Cgroup, low: &str, mode: &str, script: &str) {
-    let count = rounds().to_string();
-    let arguments = [low, &count, mode];
-    let Some(bed) = Bed::new(cgroup) else { return };
-    let limit = Duration::from_secs(900 + u64::from(rounds()) * 60);
-    crate::run_in(&bed.limit(limit), &arguments, &[script]);
-}
-
-#[test]
-fn admin_podman_crun() {
-    run(Cgroup::V2, "crun", "admin", PODMAN);
-}
-
-#[test]
-fn admin_podman_runc() {
-    run(Cgroup::V1, "runc", "admin", PODMAN);
-}
-
-#[test]
-fn user_namespace_podman_crun() {
-    run(Cgroup::V2, "crun", "user", PODMAN);
-}
-
-#[test]
-fn user_namespace_podman_runc() {
-    run(Cgroup::V1, "runc", "user", PODMAN);
-}
-
-#[test]
-fn admin_docker_runc() {
-    run(Cgroup::V1, "runc", "", DOCKER);
-}
-
-#[test]
-fn admin_docker_crun() {
-    run(Cgroup::V1, "crun", "", DOCKER);
+crate::scenarios! {
+    with run;
+    admin_podman_crun: V2 ["crun" "admin"] "hostile/podman.sh";
+    admin_podman_runc: V1 ["runc" "admin"] "hostile/podman.sh";
+    user_namespace_podman_crun: V2 ["crun" "user"] "hostile/podman.sh";
+    user_namespace_podman_runc: V1 ["runc" "user"] "hostile/podman.sh";
+    admin_docker_runc: V1 ["runc" ""] "hostile/docker.sh";
+    admin_docker_crun: V1 ["crun" ""] "hostile/docker.sh";
 }

@@ -6,19 +6,6 @@ use std::process::Command;
 
 use cryopod_tests::bed::{Bed, Cgroup, bin_dir, test_hooks, workspace};
 
-const LIB: &str = include_str!("scripts/plugin/lib.sh");
-
-/// Runs a script in a bed that shows `directory`, if any, as `at`.
-fn run(directory: Option<(&Path, &str)>, script: &str) {
-    let Some(mut bed) = Bed::new(Cgroup::V2) else {
-        return;
-    };
-    if let Some((directory, at)) = directory {
-        bed = bed.bind(directory, at);
-    }
-    crate::run_in(&bed, &[], &[LIB, script]);
-}
-
 crate::scenarios! {
     processes_of_all_kinds_come_back: V2 [] "plugin/lib.sh" + "plugin/main.sh";
     a_driver_that_fails_at_a_dump_leaves_the_process_running: V2 [] "plugin/lib.sh" + "plugin/dump_faults.sh";
@@ -26,15 +13,18 @@ crate::scenarios! {
     a_driver_that_fails_at_a_restore_leaves_nothing_behind: V2 [] "plugin/lib.sh" + "plugin/restore_faults.sh";
 }
 
-/// A plugin that can be told to panic is built apart: the one that is released cannot.
-#[test]
-fn a_panic_does_not_cross_the_boundary() {
-    let hooks = Some((test_hooks(), "/opt/test-hooks"));
-    run(hooks, include_str!("scripts/plugin/panics.sh"));
+/// A plugin that can be told to fail and to panic is built apart: the one that is released cannot.
+pub fn run_hooked(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+    let bound = |bed: Bed| bed.bind(test_hooks(), "/opt/test-hooks");
+    crate::run_changed(cgroup, bound, arguments, scripts);
 }
 
-#[test]
-fn a_file_is_not_to_be_asked_for_again() {
+crate::scenarios! {
+    with run_hooked;
+    a_panic_does_not_cross_the_boundary: V2 [] "plugin/lib.sh" + "plugin/panics.sh";
+}
+
+fn run_with_retry(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
     let dir = tempfile::tempdir().expect("a directory");
     let built = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
@@ -43,10 +33,13 @@ fn a_file_is_not_to_be_asked_for_again() {
         .status()
         .expect("cc starts");
     assert!(built.success());
-    run(
-        Some((dir.path(), "/standin")),
-        include_str!("scripts/plugin/retry.sh"),
-    );
+    let bound = |bed: Bed| bed.bind(dir.path(), "/standin");
+    crate::run_changed(cgroup, bound, arguments, scripts);
+}
+
+crate::scenarios! {
+    with run_with_retry;
+    a_file_is_not_to_be_asked_for_again: V2 [] "plugin/lib.sh" + "plugin/retry.sh";
 }
 
 #[test]

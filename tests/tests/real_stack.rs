@@ -33,24 +33,49 @@ fn run_in(bed: &Bed, arguments: &[&str], scripts: &[&str]) -> String {
     out
 }
 
-/// Likewise in a new bed; `None` where the bed cannot run.
-fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
-    Some(run_in(&Bed::new(cgroup)?, arguments, scripts))
+/// Likewise in a new bed, changed before; `None` where the bed cannot run.
+fn run_changed(
+    cgroup: Cgroup,
+    change: impl FnOnce(Bed) -> Bed,
+    arguments: &[&str],
+    scripts: &[&str],
+) -> Option<String> {
+    Some(run_in(&change(Bed::new(cgroup)?), arguments, scripts))
 }
 
-/// `name: CGROUP [ARGUMENT...] SCRIPT + SCRIPT...;`
+/// Likewise in a new bed as it is.
+fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
+    run_changed(cgroup, |bed| bed, arguments, scripts)
+}
+
+/// Likewise if containerd has CRI checkpoints: 1.7, that of trixie, has none.
+fn run_cri(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
+    if !containerd_has_cri_checkpoints() {
+        println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
+        return None;
+    }
+    run(cgroup, arguments, scripts)
+}
+
+/// An environment variable that asks for more than CI runs.
+fn setting(name: &str, default: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| default.into())
+}
+
+/// `name: CGROUP [ARGUMENT...] SCRIPT + SCRIPT...;`, run by [`run`], or by the function that `with` names.
 macro_rules! scenarios {
-    ($($(#[$doc:meta])* $name:ident: $cgroup:ident [$($argument:literal)*] $script:literal $(+ $more:literal)*;)*) => {$(
+    (with $run:path; $($(#[$doc:meta])* $name:ident: $cgroup:ident [$($argument:literal)*] $script:literal $(+ $more:literal)*;)*) => {$(
         $(#[$doc])*
         #[test]
         fn $name() {
-            crate::run(
+            $run(
                 cryopod_tests::bed::Cgroup::$cgroup,
                 &[$($argument),*],
                 &[include_str!(concat!("scripts/", $script)), $(include_str!(concat!("scripts/", $more))),*],
             );
         }
     )*};
+    ($($all:tt)*) => { crate::scenarios! { with crate::run; $($all)* } };
 }
 pub(crate) use scenarios;
 
@@ -73,99 +98,37 @@ mod archive {
 mod cri {
     use super::*;
 
-    fn run(scripts: &[&str]) {
-        run_with(&[], scripts);
-    }
-
-    fn run_with(args: &[&str], scripts: &[&str]) {
-        if containerd_has_cri_checkpoints() {
-            super::run(Cgroup::V1, args, scripts);
-        } else {
-            println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
-        }
-    }
-
-    const ARCHIVE: [&str; 2] = [
-        include_str!("scripts/archive/lib.sh"),
-        include_str!("scripts/archive/containerd.sh"),
-    ];
-
-    /// containerd's CRI restores from our image.
-    #[test]
-    fn archive() {
-        run(&ARCHIVE);
-    }
-
-    /// The same, encrypted and signed.
-    #[test]
-    fn sealed() {
-        run_with(&["sealed"], &ARCHIVE);
+    crate::scenarios! {
+        with crate::run_cri;
+        /// containerd's CRI restores from our image.
+        archive: V1 [] "archive/lib.sh" + "archive/containerd.sh";
+        /// The same, encrypted and signed.
+        sealed: V1 ["sealed"] "archive/lib.sh" + "archive/containerd.sh";
+        /// Our plugin of NRI.
+        nri: V1 [] "archive/lib.sh" + "shim/lib.sh" + "kubernetes/nri.sh";
+        /// StopContainer is a checkpoint, and the pod goes on under another containerd.
+        on_stop: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/cri.sh";
+        /// Two containers of a pod, each from its own checkpoint of one moment.
+        one_moment: V1 [] "archive/lib.sh" + "shim/lib.sh" + "kubernetes/one_moment.sh";
+        /// What the owner of a pod sees of a refusal.
+        refusals: V1 [] "archive/lib.sh" + "shim/lib.sh" + "kubernetes/refusals.sh";
+        /// Our shim as a runtime class.
+        runtime_class: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/cri.sh";
     }
 
     /// Debian has no CRI-O: with SUITE=forky and one that you have built.
-    #[test]
-    fn crio() {
-        if std::env::var_os("CRYOPOD_CRIO").is_none() {
-            println!(
+    fn run_crio(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+        match std::env::var_os("CRYOPOD_CRIO") {
+            Some(_) => drop(crate::run(cgroup, arguments, scripts)),
+            None => println!(
                 "only with CRYOPOD_CRIO: a directory with crio, pinns and libraries that they need"
-            );
-            return;
+            ),
         }
-        let scripts = [
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/kubernetes/crio.sh"),
-        ];
-        super::run(Cgroup::V2, &[], &scripts);
     }
 
-    /// Our plugin of NRI.
-    #[test]
-    fn nri() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/kubernetes/nri.sh"),
-        ]);
-    }
-
-    /// StopContainer is a checkpoint, and the pod goes on under another containerd.
-    #[test]
-    fn on_stop() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/on_stop/cri.sh"),
-        ]);
-    }
-
-    /// Two containers of a pod, each from its own checkpoint of one moment.
-    #[test]
-    fn one_moment() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/kubernetes/one_moment.sh"),
-        ]);
-    }
-
-    /// What the owner of a pod sees of a refusal.
-    #[test]
-    fn refusals() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/kubernetes/refusals.sh"),
-        ]);
-    }
-
-    /// Our shim as a runtime class.
-    #[test]
-    fn runtime_class() {
-        run(&[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/shim/cri.sh"),
-        ]);
+    crate::scenarios! {
+        with run_crio;
+        crio: V2 [] "archive/lib.sh" + "kubernetes/crio.sh";
     }
 }
 
@@ -198,15 +161,14 @@ mod on_stop {
     }
 
     /// `SWARM_PART=all`: more than CI runs.
-    #[test]
-    fn swarm() {
-        let part = std::env::var("SWARM_PART").unwrap_or_else(|_| "drain".into());
-        let scripts = [
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/swarm/lib.sh"),
-            include_str!("scripts/on_stop/swarm.sh"),
-        ];
-        crate::run(cryopod_tests::bed::Cgroup::V1, &[&part], &scripts);
+    fn run_part(cgroup: super::Cgroup, arguments: &[&str], scripts: &[&str]) {
+        let part = crate::setting("SWARM_PART", arguments[0]);
+        crate::run(cgroup, &[&part], scripts);
+    }
+
+    crate::scenarios! {
+        with run_part;
+        swarm: V1 ["drain"] "archive/lib.sh" + "swarm/lib.sh" + "on_stop/swarm.sh";
     }
 }
 
@@ -344,24 +306,17 @@ mod security {
     use super::*;
 
     /// Variants of CRIU's images: `MUTATIONS` of them, by default 150, chosen by `MUTATIONS_SEED`.
-    fn mutations(cgroup: Cgroup, low: &str) {
-        let number = |name: &str, or: &str| std::env::var(name).unwrap_or_else(|_| or.into());
-        let (count, seed) = (number("MUTATIONS", "150"), number("MUTATIONS_SEED", "1"));
-        if let Some(bed) = Bed::new(cgroup) {
-            let bed = bed.limit(std::time::Duration::from_secs(4 * 3600));
-            let script = include_str!("scripts/security/mutations.sh");
-            println!("{}", run_in(&bed, &[low, &count, &seed], &[script]));
-        }
+    fn mutations(cgroup: Cgroup, low: &[&str], scripts: &[&str]) {
+        let (count, seed) = (setting("MUTATIONS", "150"), setting("MUTATIONS_SEED", "1"));
+        let limited = |bed: Bed| bed.limit(std::time::Duration::from_secs(4 * 3600));
+        let out = run_changed(cgroup, limited, &[low[0], &count, &seed], scripts);
+        println!("{}", out.unwrap_or_default());
     }
 
-    #[test]
-    fn mutations_crun() {
-        mutations(Cgroup::V2, "crun");
-    }
-
-    #[test]
-    fn mutations_runc() {
-        mutations(Cgroup::V1, "runc");
+    crate::scenarios! {
+        with mutations;
+        mutations_crun: V2 ["crun"] "security/mutations.sh";
+        mutations_runc: V1 ["runc"] "security/mutations.sh";
     }
 
     crate::scenarios! {
@@ -386,23 +341,14 @@ mod store {
     }
 
     /// `STORE_ROUNDS` of a script, by default as many as CI runs.
-    fn rounds(default: &str, script: &str) {
-        let rounds = std::env::var("STORE_ROUNDS").unwrap_or_else(|_| default.into());
-        let scripts = [
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            script,
-        ];
-        crate::run(cryopod_tests::bed::Cgroup::V1, &[&rounds], &scripts);
+    fn rounds(cgroup: super::Cgroup, arguments: &[&str], scripts: &[&str]) {
+        let rounds = crate::setting("STORE_ROUNDS", arguments[0]);
+        crate::run(cgroup, &[&rounds], scripts);
     }
 
-    #[test]
-    fn as_it_comes() {
-        rounds("100", include_str!("scripts/shim/store_default.sh"));
-    }
-
-    #[test]
-    fn killed() {
-        rounds("8", include_str!("scripts/shim/store_killed.sh"));
+    crate::scenarios! {
+        with rounds;
+        as_it_comes: V1 ["100"] "archive/lib.sh" + "shim/lib.sh" + "shim/store_default.sh";
+        killed: V1 ["8"] "archive/lib.sh" + "shim/lib.sh" + "shim/store_killed.sh";
     }
 }

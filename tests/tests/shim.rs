@@ -10,17 +10,8 @@ crate::scenarios! {
     locked_at_the_pause: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/at_pause.sh";
 }
 
-#[test]
-fn as_containerds_own() {
-    let Some(out) = crate::run(
-        Cgroup::V1,
-        &[],
-        &[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/shim/parity.sh"),
-        ],
-    ) else {
+fn run_parity(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+    let Some(out) = crate::run(cgroup, arguments, scripts) else {
         return;
     };
     let shown: Vec<&str> = out.lines().filter_map(|l| l.strip_prefix("ok: ")).collect();
@@ -47,17 +38,18 @@ fn as_containerds_own() {
     }
 }
 
+crate::scenarios! {
+    with run_parity;
+    as_containerds_own: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/parity.sh";
+}
+
 /// A sample of the moments, or with `FAULTS=all` all of them.
-#[test]
-fn what_dies_in_the_middle() {
-    let which = std::env::var("FAULTS").unwrap_or_else(|_| "some".into());
-    crate::run(
-        Cgroup::V1,
-        &[&which],
-        &[
-            include_str!("scripts/archive/lib.sh"),
-            include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/shim/faults.sh"),
-        ],
-    );
+fn run_faults(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) {
+    let which = crate::setting("FAULTS", arguments[0]);
+    crate::run(cgroup, &[&which], scripts);
+}
+
+crate::scenarios! {
+    with run_faults;
+    what_dies_in_the_middle: V1 ["some"] "archive/lib.sh" + "shim/lib.sh" + "shim/faults.sh";
 }

@@ -1,16 +1,8 @@
 //! VRAM files, with real CRIU and the simulated driver: every path, and every step that can fail.
 
-use cryopod_tests::bed::{Bed, Cgroup, test_hooks};
-
-/// A plugin that can be told to fail is built apart: the one that is released cannot.
-#[test]
-fn whatever_fails_no_sum_is_wrong() {
-    let Some(bed) = Bed::new(Cgroup::V2) else {
-        return;
-    };
-    let bed = bed.bind(test_hooks(), "/opt/test-hooks");
-    let lib = include_str!("scripts/plugin/lib.sh");
-    crate::run_in(&bed, &[], &[lib, include_str!("scripts/vram/fails.sh")]);
+crate::scenarios! {
+    with crate::plugin::run_hooked;
+    whatever_fails_no_sum_is_wrong: V2 [] "plugin/lib.sh" + "vram/fails.sh";
 }
 
 crate::scenarios! {

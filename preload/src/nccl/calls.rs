@@ -42,7 +42,6 @@ fn note_capture(handle: usize, stream: usize) {
 /// As for [`call`].
 unsafe fn enqueue<const N: usize>(
     function: Function,
-    name: &'static str,
     mut arguments: [usize; N],
     at: usize,
     kind: Kind,
@@ -51,7 +50,7 @@ unsafe fn enqueue<const N: usize>(
         // SAFETY: the caller vouches for it.
         return unsafe { call(function, &arguments) };
     }
-    let _section = enter(name);
+    let _section = enter(function.name());
     let handle = arguments[at];
     learn(handle);
     note_capture(handle, arguments[at + 1]);
@@ -76,7 +75,6 @@ unsafe fn enqueue<const N: usize>(
 /// As for [`call`].
 unsafe fn with_handle<const N: usize>(
     function: Function,
-    name: &'static str,
     mut arguments: [usize; N],
     at: usize,
     escapes: bool,
@@ -85,12 +83,12 @@ unsafe fn with_handle<const N: usize>(
         // SAFETY: the caller vouches for it.
         return unsafe { call(function, &arguments) };
     }
-    let _section = enter(name);
+    let _section = enter(function.name());
     let handle = arguments[at];
     let real = {
         let mut state = state();
         if escapes && state.comms.contains_key(&handle) {
-            state.hinder(Some(handle), format!("it has called {name}"));
+            state.hinder(Some(handle), format!("it has called {}", function.name()));
         }
         state.real(handle)
     };
@@ -111,9 +109,9 @@ macro_rules! define {
         query: { $($query:ident $count3:tt $at3:tt;)* }
         own: { $($own:ident)* }
     ) => {
-        $(one! { $count $collective args => enqueue(Function::$collective, stringify!($collective), args, $at, Kind::Collective) })*
-        $(one! { $count2 $escape args => with_handle(Function::$escape, stringify!($escape), args, $at2, true) })*
-        $(one! { $count3 $query args => with_handle(Function::$query, stringify!($query), args, $at3, false) })*
+        $(one! { $count $collective args => enqueue(Function::$collective, args, $at, Kind::Collective) })*
+        $(one! { $count2 $escape args => with_handle(Function::$escape, args, $at2, true) })*
+        $(one! { $count3 $query args => with_handle(Function::$query, args, $at3, false) })*
     };
 }
 
@@ -151,7 +149,7 @@ pub unsafe extern "C" fn ncclSend(
     let to = Kind::SendTo(peer.unsigned_abs());
     let arguments = [buffer, count, kind, peer as usize, comm, stream];
     // SAFETY: the program's arguments.
-    unsafe { enqueue(Function::ncclSend, "ncclSend", arguments, 4, to) }
+    unsafe { enqueue(Function::ncclSend, arguments, 4, to) }
 }
 
 #[unsafe(no_mangle)]
@@ -166,7 +164,7 @@ pub unsafe extern "C" fn ncclRecv(
     let from = Kind::ReceiveFrom(peer.unsigned_abs());
     let arguments = [buffer, count, kind, peer as usize, comm, stream];
     // SAFETY: the program's arguments.
-    unsafe { enqueue(Function::ncclRecv, "ncclRecv", arguments, 4, from) }
+    unsafe { enqueue(Function::ncclRecv, arguments, 4, from) }
 }
 
 #[unsafe(no_mangle)]

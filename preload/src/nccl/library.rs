@@ -60,6 +60,13 @@ macro_rules! functions {
 }
 all_functions!(functions);
 
+impl Function {
+    /// Returns its name in `nccl.h`.
+    pub fn name(self) -> &'static str {
+        NAMES[self as usize].trim_end_matches('\0')
+    }
+}
+
 pub const FUNCTIONS: usize = Function::Count as usize;
 
 /// NCCL's functions, by [`Function`]; 0 where it has none.

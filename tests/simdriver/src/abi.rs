@@ -76,9 +76,10 @@ pub struct CuCheckpointLockArgs {
     pub reserved1: [u64; 7],
 }
 
+/// `CUcheckpointCheckpointArgs` and `CUcheckpointUnlockArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct CuCheckpointCheckpointArgs {
+pub struct CuCheckpointPlainArgs {
     pub reserved: [u64; 8],
 }
 
@@ -100,17 +101,10 @@ pub struct CuCheckpointRestoreArgs {
     pub reserved: [c_char; 64 - size_of::<usize>() - size_of::<c_uint>()],
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct CuCheckpointUnlockArgs {
-    pub reserved: [u64; 8],
-}
-
 const _: () = {
     assert!(size_of::<CuCheckpointLockArgs>() == 64);
-    assert!(size_of::<CuCheckpointCheckpointArgs>() == 64);
+    assert!(size_of::<CuCheckpointPlainArgs>() == 64);
     assert!(size_of::<CuCheckpointRestoreArgs>() == 64);
-    assert!(size_of::<CuCheckpointUnlockArgs>() == 64);
     assert!(size_of::<CuCheckpointGpuPair>() == 32);
 };
 

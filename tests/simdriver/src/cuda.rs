@@ -55,6 +55,7 @@ macro_rules! call {
         }
     };
 }
+#[macro_export]
 macro_rules! infer {
     ($arg:expr) => {
         _
@@ -233,7 +234,7 @@ impl Cuda {
     }
 
     pub fn checkpoint(&self, pid: i32) -> CuOutcome<()> {
-        let a = CuCheckpointCheckpointArgs { reserved: [0; 8] };
+        let a = CuCheckpointPlainArgs { reserved: [0; 8] };
         call!(self, c"cuCheckpointProcessCheckpoint", pid, &a)
     }
 
@@ -246,11 +247,7 @@ impl Cuda {
             })
             .collect();
         let a = CuCheckpointRestoreArgs {
-            gpu_pairs: if pairs.is_empty() {
-                std::ptr::null()
-            } else {
-                pairs.as_ptr()
-            },
+            gpu_pairs: pairs.as_ptr(),
             gpu_pairs_count: c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX),
             reserved: [0; 52],
         };
@@ -258,7 +255,7 @@ impl Cuda {
     }
 
     pub fn unlock(&self, pid: i32) -> CuOutcome<()> {
-        let a = CuCheckpointUnlockArgs { reserved: [0; 8] };
+        let a = CuCheckpointPlainArgs { reserved: [0; 8] };
         call!(self, c"cuCheckpointProcessUnlock", pid, &a)
     }
 }

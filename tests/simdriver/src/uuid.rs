@@ -17,34 +17,21 @@ impl GpuUuid {
     }
 
     pub fn words(self) -> [u64; 2] {
-        let mut w = [0u64; 2];
-        for (word, half) in w.iter_mut().zip(self.0.chunks_exact(8)) {
-            for b in half {
-                *word = *word << 8 | u64::from(*b);
-            }
-        }
-        w
+        let all = u128::from_be_bytes(self.0);
+        [(all >> 64) as u64, all as u64]
     }
 
     /// The reverse of [`GpuUuid::words`].
     pub fn from_words(w: [u64; 2]) -> Self {
-        let mut b = [0u8; 16];
-        b[..8].copy_from_slice(&w[0].to_be_bytes());
-        b[8..].copy_from_slice(&w[1].to_be_bytes());
-        Self(b)
+        Self((u128::from(w[0]) << 64 | u128::from(w[1])).to_be_bytes())
     }
 }
 
 impl fmt::Display for GpuUuid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GPU")?;
-        for (i, b) in self.0.iter().enumerate() {
-            if matches!(i, 0 | 4 | 6 | 8 | 10) {
-                f.write_str("-")?;
-            }
-            write!(f, "{b:02x}")?;
-        }
-        Ok(())
+        let hex = format!("{:032x}", u128::from_be_bytes(self.0));
+        let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &hex[group]);
+        write!(f, "GPU-{}", groups.join("-"))
     }
 }
 
@@ -52,21 +39,11 @@ impl FromStr for GpuUuid {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        let hex: String = s
-            .strip_prefix("GPU-")
-            .unwrap_or(s)
-            .chars()
-            .filter(|c| *c != '-')
-            .collect();
-        let mut b = [0u8; 16];
-        if hex.len() != 32 || !hex.is_ascii() {
-            return Err(format!("{s:?} is not a GPU UUID"));
+        let hex = s.strip_prefix("GPU-").unwrap_or(s).replace('-', "");
+        match u128::from_str_radix(&hex, 16) {
+            Ok(all) if hex.len() == 32 => Ok(Self(all.to_be_bytes())),
+            _ => Err(format!("{s:?} is not a GPU UUID")),
         }
-        for (i, byte) in b.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16)
-                .map_err(|_| format!("{s:?} is not a GPU UUID"))?;
-        }
-        Ok(Self(b))
     }
 }
 

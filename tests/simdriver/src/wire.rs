@@ -68,8 +68,11 @@ pub mod directive {
 }
 
 /// The steps of the checkpoint API, as they appear in requests, in switches and in the log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, Debug, strum::AsRefStr, strum::FromRepr, strum::VariantArray,
+)]
 #[repr(u64)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Step {
     Init = 0,
     GetState = 1,
@@ -80,38 +83,6 @@ pub enum Step {
     Unmap = 6,
     Export = 7,
     Launch = 8,
-}
-
-pub const STEPS: [Step; 9] = [
-    Step::Init,
-    Step::GetState,
-    Step::Lock,
-    Step::Checkpoint,
-    Step::Restore,
-    Step::Unlock,
-    Step::Unmap,
-    Step::Export,
-    Step::Launch,
-];
-
-impl Step {
-    pub fn from_word(w: u64) -> Option<Self> {
-        STEPS.into_iter().find(|s| *s as u64 == w)
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Init => "init",
-            Self::GetState => "get-state",
-            Self::Lock => "lock",
-            Self::Checkpoint => "checkpoint",
-            Self::Restore => "restore",
-            Self::Unlock => "unlock",
-            Self::Unmap => "unmap",
-            Self::Export => "export",
-            Self::Launch => "launch",
-        }
-    }
 }
 
 pub fn send(mut s: &UnixStream, f: &Frame) -> io::Result<()> {

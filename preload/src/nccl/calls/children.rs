@@ -93,7 +93,7 @@ pub fn adopt() {
 /// # Safety
 /// The pointers must be the program's for such a function, and `make` NCCL's function.
 unsafe fn make_child(
-    name: &'static str,
+    function: Function,
     parent: usize,
     to: *mut usize,
     part: &[u8],
@@ -104,7 +104,7 @@ unsafe fn make_child(
     if is_within() {
         return make(parent, to);
     }
-    let _section = enter(name);
+    let _section = enter(function.name());
     learn(parent);
     let context = contexts::current();
     // SAFETY: the caller vouches for it.
@@ -159,22 +159,14 @@ pub unsafe extern "C" fn ncclCommSplit(
 ) -> c_int {
     let part = color.to_le_bytes();
     let part = if color == NO_COLOR { &[][..] } else { &part };
-    // SAFETY: the program's arguments.
-    unsafe {
-        make_child(
-            "ncclCommSplit",
-            comm,
-            new,
-            part,
-            config,
-            true,
-            |comm, to| {
-                let numbers = [color as usize, key as usize];
-                let all = [comm, numbers[0], numbers[1], to as usize, config as usize];
-                call(Function::ncclCommSplit, &all)
-            },
-        )
-    }
+    let function = Function::ncclCommSplit;
+    let make = |comm, to: *mut usize| {
+        let (color, key) = (color as usize, key as usize);
+        // SAFETY: the program's arguments.
+        unsafe { call(function, &[comm, color, key, to as usize, config as usize]) }
+    };
+    // SAFETY: as above.
+    unsafe { make_child(function, comm, new, part, config, true, make) }
 }
 
 #[unsafe(no_mangle)]
@@ -186,27 +178,14 @@ pub unsafe extern "C" fn ncclCommShrink(
     config: *const u64,
     flags: c_int,
 ) -> c_int {
+    let function = Function::ncclCommShrink;
+    let make = |comm, to: *mut usize| {
+        let (excluded, count, flags) = (excluded as usize, count as usize, flags as usize);
+        let (to, config) = (to as usize, config as usize);
+        // SAFETY: the program's arguments.
+        unsafe { call(function, &[comm, excluded, count, to, config, flags]) }
+    };
     // The ranks that are left out do not call this.
-    // SAFETY: the program's arguments.
-    unsafe {
-        make_child(
-            "ncclCommShrink",
-            comm,
-            new,
-            b"shrink",
-            config,
-            false,
-            |comm, to| {
-                let all = [
-                    comm,
-                    excluded as usize,
-                    count as usize,
-                    to as usize,
-                    config as usize,
-                    flags as usize,
-                ];
-                call(Function::ncclCommShrink, &all)
-            },
-        )
-    }
+    // SAFETY: as above.
+    unsafe { make_child(function, comm, new, b"shrink", config, false, make) }
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 /// # Safety
 /// The pointers must be the program's for such a function, and `make` NCCL's function.
 unsafe fn make_ranked(
-    name: &'static str,
+    function: Function,
     to: *mut usize,
     (id, ranks, rank): (u64, c_int, c_int),
     config: *const u64,
@@ -22,7 +22,7 @@ unsafe fn make_ranked(
     if is_within() {
         return make(to);
     }
-    let _section = enter(name);
+    let _section = enter(function.name());
     let numbers = (u32::try_from(ranks), u32::try_from(rank));
     let (false, (Ok(ranks), Ok(rank))) = (to.is_null(), numbers) else {
         return make(to);
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn ncclCommInitRank(
     let known = (hash(&[&id.0]), ranks, rank);
     // SAFETY: the program's arguments.
     unsafe {
-        make_ranked("ncclCommInitRank", comm, known, null, |to| {
+        make_ranked(function, comm, known, null, |to| {
             call_init(function, to, ranks, id, rank, null)
         })
     }
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let known = (hash(&[&id.0]), ranks, rank);
     // SAFETY: the program's arguments.
     unsafe {
-        make_ranked("ncclCommInitRankConfig", comm, known, config, |to| {
+        make_ranked(function, comm, known, config, |to| {
             call_init(function, to, ranks, id, rank, config)
         })
     }
@@ -107,20 +107,14 @@ pub unsafe extern "C" fn ncclCommInitRankScalable(
     };
     let bytes: Vec<&[u8]> = all.iter().map(|id| &id.0[..]).collect();
     let known = (hash(&bytes), ranks, rank);
+    let function = Function::ncclCommInitRankScalable;
     let arguments = [ranks, rank, count].map(|number| number as usize);
     // SAFETY: the program's arguments.
     unsafe {
-        make_ranked("ncclCommInitRankScalable", comm, known, config, |to| {
+        make_ranked(function, comm, known, config, |to| {
             let [ranks, rank, count] = arguments;
-            let all = [
-                to as usize,
-                ranks,
-                rank,
-                count,
-                ids as usize,
-                config as usize,
-            ];
-            call(Function::ncclCommInitRankScalable, &all)
+            let (to, ids, config) = (to as usize, ids as usize, config as usize);
+            call(function, &[to, ranks, rank, count, ids, config])
         })
     }
 }

@@ -9,15 +9,7 @@ use std::ffi::c_int;
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommFinalize(comm: usize) -> c_int {
     // SAFETY: the program's argument.
-    let code = unsafe {
-        with_handle(
-            Function::ncclCommFinalize,
-            "ncclCommFinalize",
-            [comm],
-            0,
-            false,
-        )
-    };
+    let code = unsafe { with_handle(Function::ncclCommFinalize, [comm], 0, false) };
     if let (true, false, Some(comm)) = (works(code), is_within(), state().comms.get_mut(&comm)) {
         comm.finalized = true;
     }
@@ -27,17 +19,17 @@ pub unsafe extern "C" fn ncclCommFinalize(comm: usize) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommDestroy(comm: usize) -> c_int {
     // SAFETY: the program's argument.
-    unsafe { end(Function::ncclCommDestroy, "ncclCommDestroy", comm) }
+    unsafe { end(Function::ncclCommDestroy, comm) }
 }
 
 /// # Safety
 /// As for [`call`].
-unsafe fn end(function: Function, name: &'static str, handle: usize) -> c_int {
+unsafe fn end(function: Function, handle: usize) -> c_int {
     if is_within() {
         // SAFETY: the caller vouches for it.
         return unsafe { call(function, &[handle]) };
     }
-    let _section = enter(name);
+    let _section = enter(function.name());
     // Before the call: NCCL may give its address to another communicator at once.
     let real = match state().remove(handle) {
         Some(comm) => comm.real,
@@ -69,7 +61,7 @@ pub unsafe extern "C" fn ncclCommAbort(comm: usize) -> c_int {
         // It is not there now, or about to go.
         None => {
             // SAFETY: the program's argument.
-            unsafe { end(Function::ncclCommAbort, "ncclCommAbort", comm) }
+            unsafe { end(Function::ncclCommAbort, comm) }
         }
     }
 }

@@ -20,15 +20,7 @@ pub unsafe extern "C" fn ncclCommRegister(
     static NEXT: AtomicUsize = AtomicUsize::new(REGISTERED);
     let arguments = [comm, buffer as usize, bytes, to as usize];
     // SAFETY: the program's arguments.
-    let code = unsafe {
-        with_handle(
-            Function::ncclCommRegister,
-            "ncclCommRegister",
-            arguments,
-            0,
-            false,
-        )
-    };
+    let code = unsafe { with_handle(Function::ncclCommRegister, arguments, 0, false) };
     if code != SUCCESS || is_within() || to.is_null() {
         return code;
     }
@@ -78,17 +70,9 @@ pub unsafe extern "C" fn ncclRedOpCreatePreMulSum(
     comm: usize,
 ) -> c_int {
     let arguments = [operation as usize, scalar, kind, residence, comm];
-    let name = "ncclRedOpCreatePreMulSum";
+    let function = Function::ncclRedOpCreatePreMulSum;
     // SAFETY: the program's arguments.
-    let code = unsafe {
-        with_handle(
-            Function::ncclRedOpCreatePreMulSum,
-            name,
-            arguments,
-            4,
-            false,
-        )
-    };
+    let code = unsafe { with_handle(function, arguments, 4, false) };
     if code == SUCCESS && !is_within() {
         state().reductions += 1;
     }

@@ -59,58 +59,94 @@ fn enqueue(handle: usize, call: Call) -> c_int {
     SUCCESS
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
-    let told = std::env::var("NCCL_SIM_VERSION").ok();
-    let told = told.and_then(|told| told.parse().ok()).unwrap_or(22809);
+/// Exports functions of `nccl.h`, each of which is one expression. Their callers own what the pointers point to.
+macro_rules! exports {
+    ($(fn $name:ident($($arg:ident: $ty:ty),*) = $value:expr;)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
+            $value
+        }
+    )*};
+}
+
+exports! {
+    fn ncclGetVersion(version: *mut c_int) = {
+        let told = std::env::var("NCCL_SIM_VERSION").ok();
+        put(version, told.and_then(|told| told.parse().ok()).unwrap_or(22809))
+    };
+    fn ncclGetUniqueId(id: *mut UniqueId) = {
+        let mut bytes = [0; 128];
+        let mut random = || File::open("/dev/urandom")?.read_exact(&mut bytes);
+        match random() {
+            Ok(()) => put(id, UniqueId(bytes)),
+            Err(_) => SYSTEM_ERROR,
+        }
+    };
+    fn ncclCommInitRank(to: *mut usize, ranks: c_int, id: UniqueId, rank: c_int) = {
+        let name: String = id.0[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+        made(to, Comm::new(&format!("nccl-{name}"), ranks as usize, rank as usize))
+    };
+    fn ncclCommInitRankConfig(to: *mut usize, ranks: c_int, id: UniqueId, rank: c_int, _config: *const c_void) =
+        // SAFETY: as of the caller.
+        unsafe { ncclCommInitRank(to, ranks, id, rank) };
+    fn ncclCommDestroy(handle: usize) = {
+        let removed = comms().remove(&handle);
+        removed.map_or(INVALID_ARGUMENT, |_| SUCCESS)
+    };
+    fn ncclCommAbort(handle: usize) = {
+        if let Some(comm) = comm(handle) {
+            comm.abort();
+        }
+        // SAFETY: as of the caller.
+        unsafe { ncclCommDestroy(handle) }
+    };
+    fn ncclCommFinalize(handle: usize) = known(handle);
+    fn ncclCommCount(handle: usize, to: *mut c_int) = number(handle, to, |comm| comm.shared().ranks);
+    fn ncclCommUserRank(handle: usize, to: *mut c_int) = number(handle, to, |comm| comm.shared().rank);
+    fn ncclCommCuDevice(handle: usize, to: *mut c_int) = number(handle, to, |comm| comm.device as usize);
+    fn ncclCommGetAsyncError(handle: usize, to: *mut c_int) =
+        number(handle, to, |comm| comm.shared().error.load(SeqCst) as usize);
+    fn ncclAllReduce(from: u64, to: u64, _n: usize, _kind: c_int, _operation: c_int, comm: usize, _stream: usize) =
+        enqueue(comm, Call::AllReduce { from, to });
+    fn ncclSend(from: u64, _n: usize, _kind: c_int, peer: c_int, comm: usize, _stream: usize) =
+        enqueue(comm, Call::Send { from, peer: peer as usize });
+    fn ncclRecv(to: u64, _n: usize, _kind: c_int, peer: c_int, comm: usize, _stream: usize) =
+        enqueue(comm, Call::Receive { to, peer: peer as usize });
+    fn ncclCommRegister(handle: usize, _buffer: usize, _bytes: usize, to: *mut usize) = {
+        static NEXT: AtomicUsize = AtomicUsize::new(0x1000);
+        match known(handle) {
+            SUCCESS => put(to, NEXT.fetch_add(16, SeqCst)),
+            error => error,
+        }
+    };
+    fn ncclCommDeregister(handle: usize, registered: usize) = match (0x1000..0x10_0000).contains(&registered) {
+        true => known(handle),
+        false => INVALID_ARGUMENT,
+    };
+    fn ncclCommWindowRegister(handle: usize, _buffer: usize, _bytes: usize, to: *mut usize, _flags: c_int) = {
+        put(to, handle);
+        known(handle)
+    };
+    fn ncclCommNovelty(handle: usize) = known(handle);
+}
+
+/// Writes a result to the caller's place.
+fn put<T>(to: *mut T, value: T) -> c_int {
     // SAFETY: the caller's.
-    unsafe { version.write(told) };
+    unsafe { to.write(value) };
     SUCCESS
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
-    let mut bytes = [0; 128];
-    let mut random = || File::open("/dev/urandom")?.read_exact(&mut bytes);
-    if random().is_err() {
-        return SYSTEM_ERROR;
-    }
-    // SAFETY: the caller's.
-    unsafe { id.write(UniqueId(bytes)) };
-    SUCCESS
+fn known(handle: usize) -> c_int {
+    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommInitRank(
-    to: *mut usize,
-    ranks: c_int,
-    id: UniqueId,
-    rank: c_int,
-) -> c_int {
-    let name: String = id.0[..16]
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    match Comm::new(&format!("nccl-{name}"), ranks as usize, rank as usize) {
-        // SAFETY: the caller's.
-        Ok(comm) => unsafe {
-            to.write(add(comm));
-            SUCCESS
-        },
-        Err(code) => code,
-    }
+fn number(handle: usize, to: *mut c_int, number: fn(&Comm) -> usize) -> c_int {
+    comm(handle).map_or(INVALID_ARGUMENT, |comm| put(to, number(&comm) as c_int))
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommInitRankConfig(
-    to: *mut usize,
-    ranks: c_int,
-    id: UniqueId,
-    rank: c_int,
-    _config: *const c_void,
-) -> c_int {
-    // SAFETY: as of the caller.
-    unsafe { ncclCommInitRank(to, ranks, id, rank) }
+fn made(to: *mut usize, comm: Result<Comm, c_int>) -> c_int {
+    comm.map_or_else(|code| code, |comm| put(to, add(comm)))
 }
 
 #[unsafe(no_mangle)]
@@ -156,101 +192,10 @@ fn split(parent: &Comm, color: c_int, key: c_int, to: usize) -> c_int {
     ranks.sort_unstable();
     let rank = ranks.iter().position(|(_, rank)| *rank == shared.rank);
     let name = format!("{}.{number}.{color}", shared.name);
-    match Comm::new(&name, ranks.len(), rank.unwrap_or(0)) {
-        // SAFETY: the caller's place for the handle.
-        Ok(comm) => unsafe {
-            (to as *mut usize).write(add(comm));
-            SUCCESS
-        },
-        Err(code) => code,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommDestroy(handle: usize) -> c_int {
-    match comms().remove(&handle) {
-        Some(comm) => {
-            drop(comm);
-            SUCCESS
-        }
-        None => INVALID_ARGUMENT,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommAbort(handle: usize) -> c_int {
-    if let Some(comm) = comm(handle) {
-        comm.abort();
-    }
-    // SAFETY: as of the caller.
-    unsafe { ncclCommDestroy(handle) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
-    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
-}
-
-macro_rules! numbers {
-    ($($name:ident $number:expr;)*) => {$(
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name(handle: usize, to: *mut c_int) -> c_int {
-            let number: fn(&Comm) -> usize = $number;
-            match comm(handle) {
-                // SAFETY: the caller's.
-                Some(comm) => unsafe {
-                    to.write(number(&comm) as c_int);
-                    SUCCESS
-                },
-                None => INVALID_ARGUMENT,
-            }
-        }
-    )*};
-}
-numbers! {
-    ncclCommCount |comm| comm.shared().ranks;
-    ncclCommUserRank |comm| comm.shared().rank;
-    ncclCommCuDevice |comm| comm.device as usize;
-    ncclCommGetAsyncError |comm| comm.shared().error.load(SeqCst) as usize;
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclAllReduce(
-    from: u64,
-    to: u64,
-    _count: usize,
-    _kind: c_int,
-    _operation: c_int,
-    comm: usize,
-    _stream: usize,
-) -> c_int {
-    enqueue(comm, Call::AllReduce { from, to })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclSend(
-    from: u64,
-    _count: usize,
-    _kind: c_int,
-    peer: c_int,
-    comm: usize,
-    _stream: usize,
-) -> c_int {
-    let peer = peer as usize;
-    enqueue(comm, Call::Send { from, peer })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclRecv(
-    to: u64,
-    _count: usize,
-    _kind: c_int,
-    peer: c_int,
-    comm: usize,
-    _stream: usize,
-) -> c_int {
-    let peer = peer as usize;
-    enqueue(comm, Call::Receive { to, peer })
+    made(
+        to as *mut usize,
+        Comm::new(&name, ranks.len(), rank.unwrap_or(0)),
+    )
 }
 
 #[unsafe(no_mangle)]
@@ -283,50 +228,6 @@ pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
         }
     }
     SUCCESS
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommRegister(
-    handle: usize,
-    _buffer: usize,
-    _bytes: usize,
-    to: *mut usize,
-) -> c_int {
-    static NEXT: AtomicUsize = AtomicUsize::new(0x1000);
-    match comm(handle) {
-        // SAFETY: the caller's.
-        Some(_) => unsafe {
-            to.write(NEXT.fetch_add(16, SeqCst));
-            SUCCESS
-        },
-        None => INVALID_ARGUMENT,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommDeregister(handle: usize, registered: usize) -> c_int {
-    match comm(handle) {
-        Some(_) if (0x1000..0x10_0000).contains(&registered) => SUCCESS,
-        _ => INVALID_ARGUMENT,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommWindowRegister(
-    handle: usize,
-    _buffer: usize,
-    _bytes: usize,
-    to: *mut usize,
-    _flags: c_int,
-) -> c_int {
-    // SAFETY: the caller's.
-    unsafe { to.write(handle) };
-    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommNovelty(handle: usize) -> c_int {
-    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
 }
 
 #[unsafe(no_mangle)]

@@ -32,12 +32,7 @@ enum Command {
     /// Take memory away from a GPU, as another user of it would (0 gives it back)
     Reserve { uuid: String, bytes: u64 },
     /// Copy libcuda.so.1, the client and the tools into a directory, with a cusim.conf
-    Install {
-        directory: PathBuf,
-        /// Socket to write into cusim.conf
-        #[arg(long)]
-        conf_socket: Option<PathBuf>,
-    },
+    Install { directory: PathBuf },
 }
 
 fn main() -> Result<()> {
@@ -47,12 +42,8 @@ fn main() -> Result<()> {
         Command::Set { switches } => switches.iter().map(|s| format!("set {s}")).collect(),
         Command::Clear { name } => vec![format!("clear {}", name.unwrap_or_default())],
         Command::Reserve { uuid, bytes } => vec![format!("reserve {uuid} {bytes}")],
-        Command::Install {
-            directory,
-            conf_socket,
-        } => {
-            let socket = conf_socket.unwrap_or(args.socket);
-            for path in cuda_sim::install::install(&directory, &socket)? {
+        Command::Install { directory } => {
+            for path in cuda_sim::install::install(&directory, &args.socket)? {
                 println!("{}", path.display());
             }
             return Ok(());

@@ -58,12 +58,13 @@ struct UniqueId([u8; 128]);
 #[derive(Clone, Copy)]
 struct Nccl(*mut c_void);
 
+/// Calls a function of the library by name, with arguments that have its types.
 macro_rules! call {
-    ($nccl:expr, $name:literal, ($($ty:ty),*), $($argument:expr),*) => {{
+    ($nccl:expr, $name:literal $(, $argument:expr)*) => {{
         let function = $nccl.symbol($name)?;
         // SAFETY: a function of this type, and the arguments that it takes.
         let code = unsafe {
-            let function: unsafe extern "C" fn($($ty),*) -> c_int = transmute(function);
+            let function: unsafe extern "C" fn($(cuda_sim::infer!($argument)),*) -> c_int = transmute(function);
             function($($argument),*)
         };
         match code {
@@ -93,14 +94,8 @@ impl Nccl {
     }
 
     fn error(self, comm: usize) -> Result<c_int> {
-        let mut error = 0;
-        call!(
-            self,
-            c"ncclCommGetAsyncError",
-            (usize, *mut c_int),
-            comm,
-            &mut error
-        )?;
+        let mut error: c_int = 0;
+        call!(self, c"ncclCommGetAsyncError", comm, &mut error)?;
         Ok(error)
     }
 
@@ -112,50 +107,26 @@ impl Nccl {
     }
 
     fn all_reduce(self, from: u64, to: u64, comm: usize) -> Result<()> {
+        let (count, stream) = (2usize, 0usize);
         call!(
             self,
             c"ncclAllReduce",
-            (u64, u64, usize, c_int, c_int, usize, usize),
             from,
             to,
-            2,
+            count,
             UINT64,
             REDUCE_SUM,
             comm,
-            0
+            stream
         )
     }
 
     fn ring(self, from: u64, to: u64, next: c_int, last: c_int, comm: usize) -> Result<()> {
-        call!(self, c"ncclGroupStart", (),)?;
-        type Pass = (u64, usize, c_int, c_int, usize, usize);
-        let (a, b): (Pass, Pass) = (
-            (from, 1, UINT64, next, comm, 0),
-            (to, 1, UINT64, last, comm, 0),
-        );
-        call!(
-            self,
-            c"ncclSend",
-            (u64, usize, c_int, c_int, usize, usize),
-            a.0,
-            a.1,
-            a.2,
-            a.3,
-            a.4,
-            a.5
-        )?;
-        call!(
-            self,
-            c"ncclRecv",
-            (u64, usize, c_int, c_int, usize, usize),
-            b.0,
-            b.1,
-            b.2,
-            b.3,
-            b.4,
-            b.5
-        )?;
-        call!(self, c"ncclGroupEnd", (),)
+        let (count, stream) = (1usize, 0usize);
+        call!(self, c"ncclGroupStart")?;
+        call!(self, c"ncclSend", from, count, UINT64, next, comm, stream)?;
+        call!(self, c"ncclRecv", to, count, UINT64, last, comm, stream)?;
+        call!(self, c"ncclGroupEnd")
     }
 
     fn split(self, comm: usize, color: c_int, key: c_int) -> Result<usize> {
@@ -245,7 +216,7 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
     let nccl = Nccl::load()?;
     let mut id = UniqueId([0; 128]);
     if rank == 0 {
-        call!(nccl, c"ncclGetUniqueId", (*mut UniqueId), &mut id)?;
+        call!(nccl, c"ncclGetUniqueId", &mut id)?;
         for (word, bytes) in board[1..].iter().zip(id.0.chunks_exact(8)) {
             word.store(u64::from_le_bytes(bytes.try_into()?), SeqCst);
         }
@@ -259,23 +230,14 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
     }
     let (ranks, own) = (c_int::try_from(args.ranks)?, c_int::try_from(rank)?);
     let mut world = 0usize;
-    call!(
-        nccl,
-        c"ncclCommInitRank",
-        (*mut usize, c_int, UniqueId, c_int),
-        &mut world,
-        ranks,
-        id,
-        own
-    )?;
-    let mut registered = 0usize;
+    call!(nccl, c"ncclCommInitRank", &mut world, ranks, id, own)?;
+    let (mut registered, bytes) = (0usize, 4096usize);
     call!(
         nccl,
         c"ncclCommRegister",
-        (usize, u64, usize, *mut usize),
         world,
         memory,
-        4096,
+        bytes,
         &mut registered
     )?;
     let place = |n: u64| (memory + 64 * n, memory + 64 * n + 32);
@@ -299,19 +261,18 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
     }
     match args.hinder.as_deref() {
         Some("window") => {
-            let mut window = 0usize;
+            let (mut window, flags): (usize, c_int) = (0, 0);
             call!(
                 nccl,
                 c"ncclCommWindowRegister",
-                (usize, u64, usize, *mut usize, c_int),
                 world,
                 memory,
-                4096,
+                bytes,
                 &mut window,
-                0
+                flags
             )?;
         }
-        Some("novelty") => call!(nccl, c"ncclCommNovelty", (usize), world)?,
+        Some("novelty") => call!(nccl, c"ncclCommNovelty", world)?,
         Some(other) => bail!("{other}?"),
         None => {}
     }

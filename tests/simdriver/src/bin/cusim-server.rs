@@ -8,7 +8,7 @@ use clap::Parser;
 use cuda_sim::server::config::Config;
 use cuda_sim::server::events::Events;
 use cuda_sim::server::faults::{Fault, HELP};
-use cuda_sim::server::tree::{self, Rdev, Rdevs};
+use cuda_sim::server::tree;
 use cuda_sim::server::{DEFAULT_SOCKET, Server};
 
 /// Holds the GPUs of the simulated driver.
@@ -39,21 +39,9 @@ struct Args {
     /// Make device nodes in this directory
     #[arg(long)]
     dev_root: Option<PathBuf>,
-    /// Device number of nvidiactl
-    #[arg(long)]
-    ctl_rdev: Option<Rdev>,
-    /// Device number of nvidia-uvm
-    #[arg(long)]
-    uvm_rdev: Option<Rdev>,
-    /// Device number of the nvidiaN
-    #[arg(long)]
-    gpu_rdev: Option<Rdev>,
     /// A switch to set at the start, may be repeated
     #[arg(long = "set", value_name = "SWITCH")]
     faults: Vec<Fault>,
-    /// Write the trees and end
-    #[arg(long)]
-    trees_only: bool,
 }
 
 fn main() -> Result<()> {
@@ -76,17 +64,8 @@ fn main() -> Result<()> {
             .with_context(|| format!("cannot write {}", root.display()))?;
     }
     if let Some(root) = &args.dev_root {
-        let plain = Rdevs::default();
-        let rdevs = Rdevs {
-            ctl: args.ctl_rdev.unwrap_or(plain.ctl),
-            uvm: args.uvm_rdev.unwrap_or(plain.uvm),
-            gpu: args.gpu_rdev.unwrap_or(plain.gpu),
-        };
-        tree::write_dev(root, &config, rdevs)
+        tree::write_dev(root, &config)
             .with_context(|| format!("cannot make nodes in {}", root.display()))?;
-    }
-    if args.trees_only {
-        return Ok(());
     }
     let events = Events::to(args.log.as_deref()).context("cannot open the event log")?;
     let server = Server::new(config, events);

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use super::memory::{self, Way};
-use super::process::{api, init, process};
+use super::process::{Gpu, Inner, api, init, process};
 use super::shared::{self, Kind};
 use crate::abi::*;
 
@@ -38,26 +38,44 @@ fn ordinal(context: *mut c_void) -> Result<Option<usize>, CuResult> {
     }
 }
 
+fn number<A, B: TryFrom<A>>(n: A) -> Result<B, CuResult> {
+    B::try_from(n).map_err(|_| CUDA_ERROR_UNKNOWN)
+}
+
+fn gpu(inner: &Inner, dev: CuDevice) -> Result<&Gpu, CuResult> {
+    Ok(&inner.gpus[memory::gpu_of(inner, device(dev)?)?])
+}
+
 fn device(d: CuDevice) -> Result<usize, CuResult> {
     usize::try_from(d).map_err(|_| CUDA_ERROR_INVALID_DEVICE)
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuInit(flags: c_uint) -> CuResult {
-    if flags != 0 {
-        CUDA_ERROR_INVALID_VALUE
-    } else {
-        code(init())
-    }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
-    // Works before cuInit too; then it tells the newest version that is simulated.
-    put(version, Ok(process().map_or(13_000, |p| p.cuda_version)))
-}
-
 exports! {
+    fn cuInit(flags: c_uint) = match flags {
+        0 => code(init()),
+        _ => CUDA_ERROR_INVALID_VALUE,
+    };
+    /// Works before cuInit too; then it tells the newest version that is simulated.
+    fn cuDriverGetVersion(version: *mut c_int) = put(version, Ok(process().map_or(13_000, |p| p.cuda_version)));
+    fn cuDeviceGetUuid_v2(uuid: *mut CuUuid, dev: CuDevice) =
+        put(uuid, api(|i| gpu(i, dev).map(|g| CuUuid { bytes: g.uuid.0 })));
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, dev: CuDevice) = put(bytes, api(|i| number(gpu(i, dev)?.total)));
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, dev: CuDevice) = put(value, api(|i| match attribute {
+        75 => number(gpu(i, dev)?.compute.0), // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        76 => number(gpu(i, dev)?.compute.1),
+        _ => Err(CUDA_ERROR_INVALID_VALUE),
+    }));
+    fn cuCtxGetDevice(dev: *mut CuDevice) =
+        put(dev, api(|_| number(memory::current().ok_or(CUDA_ERROR_INVALID_CONTEXT)?)));
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = code(api(memory::info).and_then(|(f, t)| {
+        [put(free, number(f)), put(total, number(t))].into_iter().find(|c| *c != CUDA_SUCCESS).map_or(Ok(()), Err)
+    }));
+    /// Not NVIDIA's: maps such memory, as cuMem does or, with `legacy` not 0, as NCCL's P2P/IPC. `cuIpcCloseMemHandle`
+    /// unmaps it.
+    fn cusim_import(ptr: *mut CuDevicePtr, handle: Handle, legacy: c_uint) = {
+        let kind = if legacy == 0 { Kind::Cumem } else { Kind::NcclIpc };
+        put(ptr, api(|i| shared::import(i, &handle, kind)))
+    };
     fn cuGetErrorName(error: CuResult, text: *mut *const c_char) =
         put(text, describe(error).map(|d| d.0.as_ptr()).ok_or(CUDA_ERROR_INVALID_VALUE));
     fn cuGetErrorString(error: CuResult, text: *mut *const c_char) =
@@ -99,16 +117,6 @@ exports! {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuDeviceGetUuid_v2(uuid: *mut CuUuid, dev: CuDevice) -> CuResult {
-    let read = |i: &mut super::process::Inner| {
-        Ok(CuUuid {
-            bytes: i.gpus[memory::gpu_of(i, device(dev)?)?].uuid.0,
-        })
-    };
-    put(uuid, api(read))
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: CuDevice) -> CuResult {
     let Ok(room @ 1..) = usize::try_from(len) else {
         return CUDA_ERROR_INVALID_VALUE;
@@ -117,7 +125,7 @@ extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: CuDevice) -> C
         return CUDA_ERROR_INVALID_VALUE;
     }
     code(api(|i| {
-        let gpu = &i.gpus[memory::gpu_of(i, device(dev)?)?];
+        let gpu = gpu(i, dev)?;
         let n = gpu.name.len().min(room);
         // SAFETY: the program gave room for `len` bytes; n is no more, and 64 at most.
         unsafe {
@@ -129,33 +137,6 @@ extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: CuDevice) -> C
     }))
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, dev: CuDevice) -> CuResult {
-    put(
-        bytes,
-        api(|i| {
-            let total = i.gpus[memory::gpu_of(i, device(dev)?)?].total;
-            usize::try_from(total).map_err(|_| CUDA_ERROR_UNKNOWN)
-        }),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, dev: CuDevice) -> CuResult {
-    put(
-        value,
-        api(|i| {
-            let (major, minor) = i.gpus[memory::gpu_of(i, device(dev)?)?].compute;
-            let known = match attribute {
-                75 => major, // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-                76 => minor,
-                _ => return Err(CUDA_ERROR_INVALID_VALUE),
-            };
-            c_int::try_from(known).map_err(|_| CUDA_ERROR_UNKNOWN)
-        }),
-    )
-}
-
 /// Makes or finds the context of a device.
 fn retain(dev: CuDevice) -> Result<usize, CuResult> {
     api(|i| {
@@ -163,39 +144,6 @@ fn retain(dev: CuDevice) -> Result<usize, CuResult> {
         let gpu = memory::gpu_of(i, ordinal)?;
         memory::make_context(i, gpu).map(|()| ordinal)
     })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxGetDevice(dev: *mut CuDevice) -> CuResult {
-    put(
-        dev,
-        api(|_| {
-            let o = memory::current().ok_or(CUDA_ERROR_INVALID_CONTEXT)?;
-            CuDevice::try_from(o).map_err(|_| CUDA_ERROR_UNKNOWN)
-        }),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CuResult {
-    match api(|i| memory::info(i)) {
-        Ok((f, t)) => match put(free, usize::try_from(f).map_err(|_| CUDA_ERROR_UNKNOWN)) {
-            CUDA_SUCCESS => put(total, usize::try_from(t).map_err(|_| CUDA_ERROR_UNKNOWN)),
-            e => e,
-        },
-        Err(e) => e,
-    }
-}
-
-/// Not NVIDIA's: maps such memory, as cuMem does or, with `legacy` not 0, as NCCL's P2P/IPC. `cuIpcCloseMemHandle` unmaps
-/// it.
-#[unsafe(no_mangle)]
-extern "C" fn cusim_import(ptr: *mut CuDevicePtr, handle: Handle, legacy: c_uint) -> CuResult {
-    let kind = match legacy {
-        0 => Kind::Cumem,
-        _ => Kind::NcclIpc,
-    };
-    put(ptr, api(|i| shared::import(i, &handle, kind)))
 }
 
 #[unsafe(no_mangle)]

@@ -10,69 +10,46 @@ use crate::uuid::GpuUuid;
 use crate::wire::Step;
 
 /// The caller's arguments, all zero where it gave none.
-fn args<T: Copy>(p: *const T, none: T) -> T {
-    if p.is_null() {
-        none
-    } else {
-        // SAFETY: not null; the caller promised that it may be read.
-        unsafe { p.read() }
+fn args<T: Copy>(p: *const T) -> T {
+    // SAFETY: all zero is a value of each of these structures; a pointer that is not null may be read, as the caller
+    // promised.
+    unsafe {
+        match p.is_null() {
+            true => std::mem::zeroed(),
+            false => p.read(),
+        }
     }
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessGetRestoreThreadId(pid: c_int, tid: *mut c_int) -> CuResult {
-    put(tid, restore_thread(pid))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_uint) -> CuResult {
-    if state.is_null() {
-        return CUDA_ERROR_INVALID_VALUE;
+/// Asks the process for a step, unless the caller set something that is reserved.
+fn ask(plain: bool, pid: c_int, step: Step, timeout_ms: u32) -> CuResult {
+    match plain {
+        true => code(call(pid, step, timeout_ms, &[]).map(|_| ())),
+        false => CUDA_ERROR_INVALID_VALUE,
     }
-    put(
-        state,
-        call(pid, Step::GetState, 0, &[]).map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)),
-    )
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessLock(pid: c_int, a: *const CuCheckpointLockArgs) -> CuResult {
-    let a = args(
-        a,
-        CuCheckpointLockArgs {
-            timeout_ms: 0,
-            reserved0: 0,
-            reserved1: [0; 7],
-        },
-    );
-    if a.reserved0 != 0 || a.reserved1 != [0; 7] {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    code(call(pid, Step::Lock, a.timeout_ms, &[]).map(|_| ()))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessCheckpoint(
-    pid: c_int,
-    a: *const CuCheckpointCheckpointArgs,
-) -> CuResult {
-    if args(a, CuCheckpointCheckpointArgs { reserved: [0; 8] }).reserved != [0; 8] {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    code(call(pid, Step::Checkpoint, 0, &[]).map(|_| ()))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessRestore(
-    pid: c_int,
-    a: *const CuCheckpointRestoreArgs,
-) -> CuResult {
-    let none = CuCheckpointRestoreArgs {
-        gpu_pairs: std::ptr::null(),
-        gpu_pairs_count: 0,
-        reserved: [0; 52],
+exports! {
+    fn cuCheckpointProcessGetRestoreThreadId(pid: c_int, tid: *mut c_int) = put(tid, restore_thread(pid));
+    fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_uint) = match state.is_null() {
+        true => CUDA_ERROR_INVALID_VALUE,
+        false => {
+            let told = call(pid, Step::GetState, 0, &[]);
+            put(state, told.map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)))
+        }
     };
-    let a = args(a, none);
+    fn cuCheckpointProcessLock(pid: c_int, a: *const CuCheckpointLockArgs) = {
+        let a = args(a);
+        ask(a.reserved0 == 0 && a.reserved1 == [0; 7], pid, Step::Lock, a.timeout_ms)
+    };
+    fn cuCheckpointProcessCheckpoint(pid: c_int, a: *const CuCheckpointPlainArgs) =
+        ask(args(a).reserved == [0; 8], pid, Step::Checkpoint, 0);
+    fn cuCheckpointProcessUnlock(pid: c_int, a: *const CuCheckpointPlainArgs) =
+        ask(args(a).reserved == [0; 8], pid, Step::Unlock, 0);
+    fn cuCheckpointProcessRestore(pid: c_int, a: *const CuCheckpointRestoreArgs) = restore(pid, &args(a));
+}
+
+fn restore(pid: c_int, a: &CuCheckpointRestoreArgs) -> CuResult {
     let count = a.gpu_pairs_count as usize;
     if a.reserved != [0; 52] || (a.gpu_pairs.is_null() && count > 0) || count > MAX_PAIRS {
         return CUDA_ERROR_INVALID_VALUE;
@@ -84,12 +61,4 @@ extern "C" fn cuCheckpointProcessRestore(
         pairs.push((GpuUuid(p.old_uuid.bytes), GpuUuid(p.new_uuid.bytes)));
     }
     code(call(pid, Step::Restore, 0, &pairs).map(|_| ()))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointProcessUnlock(pid: c_int, a: *const CuCheckpointUnlockArgs) -> CuResult {
-    if args(a, CuCheckpointUnlockArgs { reserved: [0; 8] }).reserved != [0; 8] {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    code(call(pid, Step::Unlock, 0, &[]).map(|_| ()))
 }

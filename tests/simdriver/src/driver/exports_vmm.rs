@@ -27,6 +27,46 @@ pub struct Properties {
 const DESCRIPTOR: c_uint = 1;
 
 exports! {
+    fn cuMemExportToShareableHandle(shareable: *mut c_int, handle: u64, kind: c_uint, _flags: u64) = match kind {
+        DESCRIPTOR => put(shareable, api(|i| vmm::export(i, handle))),
+        _ => CUDA_ERROR_NOT_SUPPORTED,
+    };
+    fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: c_uint) =
+        match (kind, c_int::try_from(shareable.addr())) {
+            (DESCRIPTOR, Ok(fd)) => put(handle, api(|i| vmm::import(i, fd))),
+            _ => CUDA_ERROR_INVALID_VALUE,
+        };
+    fn cuMemGetAllocationPropertiesFromHandle(properties: *mut Properties, handle: u64) =
+        put(properties, api(|i| vmm::device_of(i, handle)).map(|id| Properties {
+            kind: 1,
+            handle_types: DESCRIPTOR,
+            location: Location { kind: 1, id },
+            rest: [0; 2],
+        }));
+    fn cuDevicePrimaryCtxGetState(_device: CuDevice, flags: *mut c_uint, active: *mut c_int) =
+        match put(flags, api(|_| Ok(0))) {
+            CUDA_SUCCESS => put(active, Ok(1)),
+            error => error,
+        };
+    fn cuMemcpyDtoDAsync_v2(to: CuDevicePtr, from: CuDevicePtr, bytes: usize, _stream: *mut c_void) =
+        cuMemcpyDtoD_v2(to, from, bytes);
+    fn cuMemcpyDtoD_v2(to: CuDevicePtr, from: CuDevicePtr, bytes: usize) = {
+        let mut copy = vec![0u8; bytes];
+        match cuMemcpyDtoH_v2(copy.as_mut_ptr().cast(), from, bytes) {
+            CUDA_SUCCESS => cuMemcpyHtoD_v2(to, copy.as_ptr().cast(), bytes),
+            error => error,
+        }
+    };
+    fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) = {
+        // SAFETY: takes a number; null when there is no memory.
+        let made = unsafe { libc::malloc(bytes) };
+        put(memory, if made.is_null() { Err(CUDA_ERROR_OUT_OF_MEMORY) } else { Ok(made) })
+    };
+    fn cuMemFreeHost(memory: *mut c_void) = {
+        // SAFETY: what the function above has made.
+        unsafe { libc::free(memory) };
+        CUDA_SUCCESS
+    };
     fn cuMemAddressReserve(address: *mut u64, bytes: usize, _align: usize, _wanted: u64, _flags: u64) =
         put(address, api(|i| vmm::reserve(i, bytes as u64)));
     fn cuMemAddressFree(_address: u64, _bytes: usize) = code(api(|_| Ok(())));
@@ -64,46 +104,6 @@ extern "C" fn cuMemCreate(
     put(handle, api(|i| vmm::create(i, bytes as u64, device)))
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemExportToShareableHandle(
-    shareable: *mut c_int,
-    handle: u64,
-    kind: c_uint,
-    _flags: u64,
-) -> CuResult {
-    if kind != DESCRIPTOR {
-        return CUDA_ERROR_NOT_SUPPORTED;
-    }
-    put(shareable, api(|i| vmm::export(i, handle)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemImportFromShareableHandle(
-    handle: *mut u64,
-    shareable: *mut c_void,
-    kind: c_uint,
-) -> CuResult {
-    let fd = c_int::try_from(shareable.addr());
-    let (DESCRIPTOR, Ok(fd)) = (kind, fd) else {
-        return CUDA_ERROR_INVALID_VALUE;
-    };
-    put(handle, api(|i| vmm::import(i, fd)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemGetAllocationPropertiesFromHandle(
-    properties: *mut Properties,
-    handle: u64,
-) -> CuResult {
-    let told = api(|i| vmm::device_of(i, handle)).map(|id| Properties {
-        kind: 1,
-        handle_types: DESCRIPTOR,
-        location: Location { kind: 1, id },
-        rest: [0; 2],
-    });
-    put(properties, told)
-}
-
 thread_local! {
     static STACK: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
 }
@@ -128,59 +128,7 @@ extern "C" fn cuCtxPopCurrent_v2(popped: *mut *mut c_void) -> CuResult {
     put(popped, Ok(was))
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuDevicePrimaryCtxGetState(
-    _device: CuDevice,
-    flags: *mut c_uint,
-    active: *mut c_int,
-) -> CuResult {
-    let zero = put(flags, api(|_| Ok(0)));
-    if zero == CUDA_SUCCESS {
-        put(active, Ok(1))
-    } else {
-        zero
-    }
-}
-
 /// Something that is not null.
 fn token() -> *mut c_void {
     std::ptr::without_provenance_mut(0x7ea)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyDtoDAsync_v2(
-    to: CuDevicePtr,
-    from: CuDevicePtr,
-    bytes: usize,
-    _stream: *mut c_void,
-) -> CuResult {
-    cuMemcpyDtoD_v2(to, from, bytes)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyDtoD_v2(to: CuDevicePtr, from: CuDevicePtr, bytes: usize) -> CuResult {
-    let mut copy = vec![0u8; bytes];
-    match cuMemcpyDtoH_v2(copy.as_mut_ptr().cast(), from, bytes) {
-        CUDA_SUCCESS => cuMemcpyHtoD_v2(to, copy.as_ptr().cast(), bytes),
-        error => error,
-    }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) -> CuResult {
-    // SAFETY: takes a number; null when there is no memory.
-    let made = unsafe { libc::malloc(bytes) };
-    put(
-        memory,
-        (!made.is_null())
-            .then_some(made)
-            .ok_or(CUDA_ERROR_OUT_OF_MEMORY),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFreeHost(memory: *mut c_void) -> CuResult {
-    // SAFETY: what the function above has made.
-    unsafe { libc::free(memory) };
-    CUDA_SUCCESS
 }

@@ -67,25 +67,16 @@ fn hash_parents(ranges: CuDevicePtr, count: usize, nodes: CuDevicePtr) -> Result
     Ok(())
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuModuleLoadData(module: *mut *mut c_void, _image: *const c_void) -> CuResult {
-    put(module, Ok(std::ptr::without_provenance_mut(1)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuModuleGetFunction(
-    function: *mut *mut c_void,
-    _module: *mut c_void,
-    name: *const c_char,
-) -> CuResult {
-    if name.is_null() {
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    // SAFETY: not null; the program promised a C string.
-    let name = unsafe { CStr::from_ptr(name) };
-    let number = KERNELS.iter().position(|kernel| *kernel == name);
-    let number = number.map(|n| std::ptr::without_provenance_mut(n + 1));
-    put(function, number.ok_or(CUDA_ERROR_INVALID_VALUE))
+exports! {
+    fn cuModuleLoadData(module: *mut *mut c_void, _image: *const c_void) =
+        put(module, Ok(std::ptr::without_provenance_mut(1)));
+    fn cuModuleGetFunction(function: *mut *mut c_void, _module: *mut c_void, name: *const c_char) = {
+        // SAFETY: the program promised a C string.
+        let kernel = |name| KERNELS.iter().position(|kernel| *kernel == unsafe { CStr::from_ptr(name) });
+        let number = (!name.is_null()).then_some(name).and_then(kernel);
+        let number = number.map(|n| std::ptr::without_provenance_mut(n + 1));
+        put(function, number.ok_or(CUDA_ERROR_INVALID_VALUE))
+    };
 }
 
 #[unsafe(no_mangle)]

@@ -209,7 +209,7 @@ pub fn fill(inner: &Inner, address: CuDevicePtr, value: u8, len: u64) -> Result<
 }
 
 /// Free and total memory of the current context's GPU.
-pub fn info(inner: &Inner) -> Result<(u64, u64), CuResult> {
+pub fn info(inner: &mut Inner) -> Result<(u64, u64), CuResult> {
     let [hi, lo] = inner.gpus[current_gpu(inner)?].uuid.words();
     let f = inner.ask(op::MEM_INFO, &[hi, lo])?;
     Ok((f[1], f[2]))

@@ -83,7 +83,7 @@ fn serve(p: &'static Process) -> ! {
 }
 
 fn work(p: &'static Process, step: u64, request: &Request) -> CuResult {
-    let done = match Step::from_word(step) {
+    let done = match Step::from_repr(step) {
         Some(Step::GetState) => Ok(()),
         Some(Step::Lock) => steps::lock(p, request),
         Some(Step::Checkpoint) => steps::checkpoint(p),

@@ -6,9 +6,10 @@
 use std::str::FromStr;
 
 use serde::Serialize;
+use strum::VariantArray;
 
 use crate::abi;
-use crate::wire::{STEPS, Step, directive};
+use crate::wire::{Step, directive};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Fault {
@@ -39,46 +40,33 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let number = |what: &str, s: &str| {
-            s.parse::<u64>()
-                .map_err(|_| format!("{text:?}: {what} {s:?} is not a number"))
+            let bad = |_| format!("{text:?}: {what} {s:?} is not a number");
+            s.parse::<u64>().map_err(bad)
         };
-        let (rest, pid) = match text.split_once('@') {
-            Some((r, p)) => (
-                r,
-                Some(
-                    p.parse()
-                        .map_err(|_| format!("{text:?}: {p:?} is not a pid"))?,
-                ),
-            ),
-            None => (text, None),
-        };
-        let (rest, skip) = match rest.split_once('/') {
-            Some((r, s)) => (r, number("skip", s)?),
-            None => (rest, 0),
-        };
-        let (rest, count) = match rest.split_once(':') {
-            Some((r, c)) => (r, Some(number("count", c)?)),
-            None => (rest, None),
-        };
-        let (name, value) = match rest.split_once('=') {
-            Some((n, v)) => (n, Some(v.to_owned())),
-            None => (rest, None),
-        };
+        fn split(rest: &str, mark: char) -> (&str, Option<&str>) {
+            rest.split_once(mark)
+                .map_or((rest, None), |(r, part)| (r, Some(part)))
+        }
+        let (rest, pid) = split(text, '@');
+        let (rest, skip) = split(rest, '/');
+        let (rest, count) = split(rest, ':');
+        let (name, value) = split(rest, '=');
+        let bad_pid = |_| format!("{text:?}: no pid after @");
+        let pid = pid.map(str::parse).transpose().map_err(bad_pid)?;
+        let count = count.map(|c| number("count", c)).transpose()?;
         let mut fault = Self {
             name: name.to_owned(),
-            value,
+            value: value.map(str::to_owned),
             count,
-            skip,
+            skip: skip.map_or(Ok(0), |s| number("skip", s))?,
             pid,
         };
         if name == "cuinit-race" && count.is_none() {
             fault.count = Some(1);
         }
-        let known = STEPS.iter().any(|s| effect(&fault, *s).is_some());
-        if known {
-            Ok(fault)
-        } else {
-            Err(format!("no such switch: {text:?}\n{HELP}"))
+        match Step::VARIANTS.iter().any(|s| effect(&fault, *s).is_some()) {
+            true => Ok(fault),
+            false => Err(format!("no such switch: {text:?}\n{HELP}")),
         }
     }
 }
@@ -101,75 +89,52 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
         Some(v) => abi::code_of(v).or_else(|| v.parse().ok()),
     };
     let number = || f.value.as_ref().and_then(|v| v.parse::<u64>().ok());
-    let refuse = |on: Step| {
-        (on == step).then_some(Verdict {
-            directive: directive::FAIL,
-            code: abi::CUDA_ERROR_NOT_SUPPORTED,
-            ..Verdict::default()
-        })
+    let verdict = |directive, code| Verdict {
+        directive,
+        code,
+        ..Verdict::default()
     };
+    let on = |of: Step, directive, code| (of == step).then_some(verdict(directive, code));
     match f.name.as_str() {
-        "refuse" | "uvm" | "ipc" => return refuse(Step::Checkpoint),
-        "mps" | "mig" => return refuse(Step::Lock),
+        "refuse" | "uvm" | "ipc" => {
+            let code = abi::CUDA_ERROR_NOT_SUPPORTED;
+            return on(Step::Checkpoint, directive::FAIL, code);
+        }
+        "mps" | "mig" => return on(Step::Lock, directive::FAIL, abi::CUDA_ERROR_NOT_SUPPORTED),
         "oom-restore" => {
-            return (step == Step::Restore).then_some(Verdict {
-                directive: directive::FAIL,
-                code: abi::CUDA_ERROR_OUT_OF_MEMORY,
-                ..Verdict::default()
-            });
+            let code = abi::CUDA_ERROR_OUT_OF_MEMORY;
+            return on(Step::Restore, directive::FAIL, code);
         }
-        "cuinit-race" => {
-            return (step == Step::Lock).then_some(Verdict {
-                directive: directive::FAIL,
-                code: abi::CUDA_ERROR_ILLEGAL_STATE,
-                ..Verdict::default()
-            });
-        }
-        "hang-lock-forever" => {
-            return (step == Step::Lock).then_some(Verdict {
-                directive: directive::HANG_FOREVER,
-                ..Verdict::default()
-            });
-        }
+        "cuinit-race" => return on(Step::Lock, directive::FAIL, abi::CUDA_ERROR_ILLEGAL_STATE),
+        "hang-lock-forever" => return on(Step::Lock, directive::HANG_FOREVER, 0),
         _ => {}
     }
     let (verb, of) = f.name.split_once('-')?;
-    if of != step.name() {
+    if of != step.as_ref() {
         return None;
     }
-    let verdict = Verdict::default();
-    match verb {
-        "fail" => Some(Verdict {
-            directive: directive::FAIL,
-            code: code(match step {
-                Step::Lock | Step::Checkpoint | Step::GetState => abi::CUDA_ERROR_OPERATING_SYSTEM,
-                _ => abi::CUDA_ERROR_UNKNOWN,
-            })?,
-            ..verdict
-        }),
-        "break" if step != Step::GetState => Some(Verdict {
-            directive: directive::BREAK,
-            code: code(abi::CUDA_ERROR_UNKNOWN)?,
-            ..verdict
-        }),
-        "hang" if step == Step::Lock => Some(Verdict {
-            directive: directive::HANG,
-            ..verdict
-        }),
-        "hang" if step != Step::GetState => Some(Verdict {
-            directive: directive::HANG_FOREVER,
-            ..verdict
-        }),
-        "slow" => Some(Verdict {
-            delay_ms: number()?,
-            ..verdict
-        }),
-        "rate" => Some(Verdict {
-            rate: number()?,
-            ..verdict
-        }),
-        _ => None,
-    }
+    let failure = match step {
+        Step::Lock | Step::Checkpoint | Step::GetState => abi::CUDA_ERROR_OPERATING_SYSTEM,
+        _ => abi::CUDA_ERROR_UNKNOWN,
+    };
+    let mut slowed = Verdict::default();
+    Some(match verb {
+        "fail" => verdict(directive::FAIL, code(failure)?),
+        "break" if step != Step::GetState => {
+            verdict(directive::BREAK, code(abi::CUDA_ERROR_UNKNOWN)?)
+        }
+        "hang" if step == Step::Lock => verdict(directive::HANG, 0),
+        "hang" if step != Step::GetState => verdict(directive::HANG_FOREVER, 0),
+        "slow" => {
+            slowed.delay_ms = number()?;
+            slowed
+        }
+        "rate" => {
+            slowed.rate = number()?;
+            slowed
+        }
+        _ => return None,
+    })
 }
 
 /// The switches that are set, in the order in which they were.

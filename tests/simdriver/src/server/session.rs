@@ -97,7 +97,7 @@ fn answer(
         op::HELLO => hello(server, c, f, reply),
         op::GPU_INFO => gpu_info(server, f, reply),
         op::CALL_BEGIN => {
-            let step = Step::from_word(f[2]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let step = Step::from_repr(f[2]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
             let target = i32::try_from(f[1]).map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
             server.call_begin(target);
             c.call = Some((target, step));
@@ -111,7 +111,7 @@ fn answer(
             if let Some((target, step)) = c.call.take() {
                 server.call_end(target);
                 let fields = json!({
-                    "pid": target, "step": step.name(), "code": f[1], "us": f[2], "caller": c.pid,
+                    "pid": target, "step": step.as_ref(), "code": f[1], "us": f[2], "caller": c.pid,
                 });
                 server.events.write("call", fields);
             }
@@ -238,10 +238,7 @@ fn client(
         }
         op::FREE => {
             let mut world = server.world();
-            let session = world
-                .sessions
-                .get_mut(&id)
-                .ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let session = world.session(id)?;
             let a = session
                 .allocs
                 .remove(&f[1])
@@ -253,10 +250,7 @@ fn client(
         }
         op::RELEASE_ALL => {
             let mut world = server.world();
-            let session = world
-                .sessions
-                .get_mut(&id)
-                .ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let session = world.session(id)?;
             let held = session.by_gpu();
             session.allocs.clear();
             drop(world);
@@ -292,10 +286,7 @@ fn client(
         }
         op::MARK => {
             let mut world = server.world();
-            let session = world
-                .sessions
-                .get_mut(&id)
-                .ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let session = world.session(id)?;
             session.managed |= f[1] == 1;
             session.ipc |= f[1] == 2;
             reply[1] = id;
@@ -303,7 +294,7 @@ fn client(
         }
         op::STEP_BEGIN => step_begin(server, c, id, f, reply),
         op::STEP_END => {
-            let step = Step::from_word(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let step = Step::from_repr(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
             let now = server
                 .world()
                 .sessions
@@ -314,11 +305,11 @@ fn client(
                 "pid": c.pid, "code": f[2], "bytes": f[3], "us": f[4], "gpus_before": c.before,
                 "gpus": now,
             });
-            server.events.write(step.name(), fields);
+            server.events.write(step.as_ref(), fields);
             Ok(())
         }
         op::STILL_HANGING => {
-            let step = Step::from_word(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let step = Step::from_repr(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
             reply[1] = u64::from(server.world().faults.hangs(step, c.pid));
             Ok(())
         }
@@ -334,7 +325,7 @@ fn step_begin(
     f: &Frame,
     reply: &mut Frame,
 ) -> Result<(), CuResult> {
-    let step = Step::from_word(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+    let step = Step::from_repr(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
     let mut world = server.world();
     let (mut verdict, acted) = world.faults.decide(step, c.pid);
     if let Some(s) = world.sessions.get(&id) {
@@ -347,7 +338,7 @@ fn step_begin(
     drop(world);
     if !acted.is_empty() {
         let fields =
-            json!({ "pid": c.pid, "step": step.name(), "switches": acted, "code": verdict.code });
+            json!({ "pid": c.pid, "step": step.as_ref(), "switches": acted, "code": verdict.code });
         server.events.write("fault", fields);
     }
     reply[1..5].copy_from_slice(&[

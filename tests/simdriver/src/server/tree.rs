@@ -4,55 +4,17 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
-use std::str::FromStr;
 
 use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::config::Config;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rdev {
-    pub major: u64,
-    pub minor: u64,
-}
-
-impl FromStr for Rdev {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        let parsed = s
-            .split_once(':')
-            .and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-        let (major, minor) = parsed.ok_or(format!("{s:?} is not MAJOR:MINOR"))?;
-        Ok(Self { major, minor })
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-pub struct Rdevs {
-    /// `nvidiactl`: opens and cannot be mapped; outside of the mem major, so that CRIU asks its
-    /// plugins about descriptors of it, as with the real one.
-    pub ctl: Rdev,
-    /// `nvidia-uvm` and `nvidia-uvm-tools`: opens and can be mapped.
-    pub uvm: Rdev,
-    pub gpu: Rdev,
-}
-
-impl Default for Rdevs {
-    fn default() -> Self {
-        // loop-control, which any kernel with loop devices has, and /dev/zero.
-        let zero = Rdev { major: 1, minor: 5 };
-        Self {
-            ctl: Rdev {
-                major: 10,
-                minor: 237,
-            },
-            uvm: zero,
-            gpu: zero,
-        }
-    }
-}
+/// Device numbers. `nvidiactl` is loop-control, which any kernel with loop devices has: it opens, cannot be mapped, and is
+/// outside of the mem major, so that CRIU asks its plugins about descriptors of it, as with the real one. The other nodes
+/// are /dev/zero: they open and can be mapped.
+const CTL: (u64, u64) = (10, 237);
+const ZERO: (u64, u64) = (1, 5);
 
 /// Writes `<root>/driver/nvidia` and `<root>/devices` as they are under `/proc` of a real machine.
 pub fn write_proc(root: &Path, c: &Config) -> io::Result<()> {
@@ -125,16 +87,19 @@ pub fn write_proc(root: &Path, c: &Config) -> io::Result<()> {
 }
 
 /// Makes the device nodes in this directory; nodes of these names that exist are replaced.
-pub fn write_dev(root: &Path, c: &Config, r: Rdevs) -> io::Result<()> {
+pub fn write_dev(root: &Path, c: &Config) -> io::Result<()> {
     fs::create_dir_all(root)?;
-    for (name, rdev) in node_names(c, r) {
-        let path = root.join(name);
+    let gpus = c.gpus.iter().map(|g| format!("nvidia{}", g.minor));
+    let others = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"].map(str::to_owned);
+    for name in others.into_iter().chain(gpus) {
+        let (major, minor) = if name == "nvidiactl" { CTL } else { ZERO };
+        let path = root.join(&name);
         match fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
         let mode = Mode::from_bits_truncate(0o666);
-        match mknod(&path, SFlag::S_IFCHR, mode, makedev(rdev.major, rdev.minor)) {
+        match mknod(&path, SFlag::S_IFCHR, mode, makedev(major, minor)) {
             Ok(()) => fs::set_permissions(&path, fs::Permissions::from_mode(0o666))?,
             // Good enough for tests without root.
             Err(Errno::EPERM) => symlink("/dev/zero", &path)?,
@@ -142,16 +107,6 @@ pub fn write_dev(root: &Path, c: &Config, r: Rdevs) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-fn node_names(c: &Config, r: Rdevs) -> Vec<(String, Rdev)> {
-    let mut nodes = vec![
-        ("nvidiactl".to_owned(), r.ctl),
-        ("nvidia-uvm".to_owned(), r.uvm),
-        ("nvidia-uvm-tools".to_owned(), r.uvm),
-    ];
-    nodes.extend(c.gpus.iter().map(|g| (format!("nvidia{}", g.minor), r.gpu)));
-    nodes
 }
 
 #[cfg(test)]

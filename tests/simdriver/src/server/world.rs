@@ -71,6 +71,10 @@ impl World {
         id
     }
 
+    pub fn session(&mut self, id: u64) -> Result<&mut Session, CuResult> {
+        self.sessions.get_mut(&id).ok_or(CUDA_ERROR_INVALID_VALUE)
+    }
+
     pub fn gpu(&self, uuid: GpuUuid) -> Option<&Gpu> {
         self.config.gpus.iter().find(|g| g.uuid == uuid)
     }
@@ -94,10 +98,7 @@ impl World {
         if alloc.bytes > self.free_on(gpu) {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
-        let session = self
-            .sessions
-            .get_mut(&session)
-            .ok_or(CUDA_ERROR_INVALID_VALUE)?;
+        let session = self.session(session)?;
         if session.allocs.contains_key(&address) {
             return Err(CUDA_ERROR_INVALID_VALUE);
         }
