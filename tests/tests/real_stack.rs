@@ -155,6 +155,8 @@ mod create_from {
 /// A stop that is a checkpoint.
 mod on_stop {
     crate::scenarios! {
+        every_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/every.sh";
+        every_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/every.sh";
         podman_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/podman.sh";
         podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/engines.sh";

@@ -86,30 +86,31 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     result
 }
 
-/// What is done about a container that ends with its checkpoint.
-struct Ending<'a> {
+/// A checkpoint that cryopod makes of its own accord.
+struct OwnCheckpoint<'a> {
     /// Those that are watched already.
     signals: &'a child::Signals,
     /// Ends the container with this cgroup, when images and metadata are complete. No instruction of its processes may
-    /// run any more.
-    end: &'a mut dyn FnMut(Frozen),
+    /// run any more. `None`: it goes on.
+    end: Option<&'a mut dyn FnMut(Frozen)>,
 }
 
-/// Checkpoints a container that ends with that.
+/// Checkpoints a container into a place.
 ///
 /// # Errors
 /// The container goes on running.
-fn to_the_end(
+fn into_place(
     ctx: &Context,
     inv: &Invocation,
     state: &ContainerState,
-    ending: Ending<'_>,
+    own: OwnCheckpoint<'_>,
 ) -> Result<(), Error> {
     let mut request = Request::checkpoint(ctx, inv, state);
-    request.ends = true;
+    request.ends = own.end.is_some();
+    request.into_place = true;
     let _held = refused_before::hold(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
-    match with_metadata(&request, state, nodes, Some(ending), Instant::now())? {
+    match with_metadata(&request, state, nodes, Some(own), Instant::now())? {
         code if code == ExitCode::SUCCESS => Ok(()),
         _ => Err(Error::Failed("the checkpoint failed".into())),
     }
@@ -120,16 +121,16 @@ fn with_metadata(
     request: &Request<'_>,
     state: &ContainerState,
     nodes: Vec<DeviceNode>,
-    mut ending: Option<Ending<'_>>,
+    mut own: Option<OwnCheckpoint<'_>>,
     started: Instant,
 ) -> Result<ExitCode, Error> {
     let mut planned = plan::plan(request, state, nodes.clone())?;
-    let own;
-    let signals = match &ending {
-        Some(ending) => ending.signals,
+    let watched;
+    let signals = match &own {
+        Some(own) => own.signals,
         None => {
-            own = child::Signals::watch()?;
-            &own
+            watched = child::Signals::watch()?;
+            &watched
         }
     };
     // Dropped last, when all else is done.
@@ -156,12 +157,12 @@ fn with_metadata(
         let mut dumped = dump::dump(&mut prepared, signals, started)?;
         tries -= 1;
         if let Some(frozen) = dumped.frozen.take()
-            && let Some(ending) = &mut ending
+            && let Some(end) = own.as_mut().and_then(|own| own.end.as_mut())
             && dumped.succeeded()
         {
             conclude::count(&prepared.metadata, &prepared.images.path);
             // Before the agent ends, which brings the GPU memory of living processes back.
-            (ending.end)(frozen);
+            end(frozen);
         }
         if !dumped.succeeded() && !state.paused {
             frozen::thaw_left(&request.host, state.init);

@@ -34,7 +34,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
-use checkpoint::on_stop;
+use checkpoint::on_stop::{self, every};
 use config::Config;
 use create_from::{newest, waiting};
 use criu::program;
@@ -59,7 +59,13 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     if called_as == Some(renewal::NAME.as_ref()) {
         return renewal::main(&argv);
     }
-    let stops = called_as == Some(on_stop::NAME.as_ref());
+    let attendants = [
+        (on_stop::NAME, on_stop::main as fn(&Context) -> ExitCode),
+        (every::NAME, every::main),
+    ];
+    let attendant = attendants
+        .into_iter()
+        .find(|(name, _)| called_as == Some(name.as_ref()));
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
     let ctx = match context(args) {
         Ok(ctx) => ctx,
@@ -70,8 +76,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             return fail(&e);
         }
     };
-    if stops {
-        return on_stop::main(&ctx);
+    if let Some((_, main)) = attendant {
+        return main(&ctx);
     }
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => {

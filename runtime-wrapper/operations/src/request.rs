@@ -37,6 +37,8 @@ pub struct Request<'a> {
     /// The container ends with its checkpoint by cryopod's hands ([`crate::checkpoint::on_stop`]): CRIU and the low-level
     /// runtime leave it frozen.
     pub ends: bool,
+    /// The checkpoint goes into a place, which other hosts may read ([`crate::images::place`]).
+    pub into_place: bool,
 }
 
 impl<'a> Request<'a> {
@@ -69,6 +71,7 @@ impl<'a> Request<'a> {
             spec,
             images,
             ends: false,
+            into_place: false,
         }
     }
 

@@ -13,6 +13,7 @@
 //! passes at any time. A container that a KILL ends after 1 has a complete checkpoint, too.
 
 mod end;
+pub mod every;
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -40,7 +41,7 @@ use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
 use crate::images::place::{
-    self, Place, PlaceRequest, Setting, integrity, prune, seconds, setting,
+    self, PartialCheckpoint, Place, PlaceRequest, Setting, integrity, prune, seconds, setting,
 };
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
@@ -67,11 +68,14 @@ const EXIT_CODE: i32 = 128 + libc::SIGTERM;
 /// How long after its time limit a checkpoint may take to give up before the TERM is sent regardless.
 const GIVE_UP: Duration = Duration::from_secs(2);
 
-/// What the container asks for.
-struct StopRequest<'a> {
+/// What the container asks for: checkpoints in a place, when it stops and while it runs.
+struct PlacedRequest<'a> {
+    stops: bool,
+    /// The time between two checkpoints of the running container.
+    every: Option<Duration>,
     place: PlaceRequest<'a>,
     name: String,
-    /// The time that the checkpoint may take.
+    /// The time that the checkpoint of a stop may take.
     limit: Duration,
     /// Other containers of the name may run at the same time.
     many: bool,
@@ -81,7 +85,7 @@ struct StopRequest<'a> {
     had_lease: bool,
 }
 
-impl<'a> StopRequest<'a> {
+impl<'a> PlacedRequest<'a> {
     /// Reads the container's wishes; `None`: it has none.
     fn of(
         config: &'a Config,
@@ -89,23 +93,30 @@ impl<'a> StopRequest<'a> {
         spec: &'a Spec,
         tenant: &'a Tenant,
     ) -> Result<Option<Self>, String> {
-        let Some(on_stop) = asked(spec) else {
-            return Ok(None);
-        };
-        match on_stop.value {
-            "end" => return Ok(None),
-            "checkpoint" => {}
-            other => {
+        let stops = match asked(spec).map(|on_stop| on_stop.value) {
+            None | Some("end") => false,
+            Some("checkpoint") => true,
+            Some(other) => {
                 return Err(format!(
                     "{ANNOTATION}: {other:?} is neither \"checkpoint\" nor \"end\""
                 ));
             }
+        };
+        let every = every::period(spec)?;
+        if !stops && every.is_none() {
+            return Ok(None);
         }
         let to = setting(spec, TO);
-        let to = to.ok_or_else(|| format!("{ANNOTATION}=checkpoint needs {TO}=PLACE"))?;
+        let to = to.ok_or_else(|| match stops {
+            true => format!("{ANNOTATION}=checkpoint needs {TO}=PLACE"),
+            false => format!("{} needs {TO}=PLACE", every::ANNOTATION),
+        })?;
         let asker = Asker {
             tenant,
-            by_variable: place::by_variable(spec, &[ANNOTATION, TO, GRACE, prune::KEEP]),
+            by_variable: place::by_variable(
+                spec,
+                &[ANNOTATION, TO, GRACE, prune::KEEP, every::ANNOTATION],
+            ),
         };
         let place = PlaceRequest {
             place: to.value,
@@ -116,6 +127,8 @@ impl<'a> StopRequest<'a> {
         place.check().map_err(|why| format!("{TO}: {why}"))?;
         let grace = seconds(spec, GRACE, DEFAULT_GRACE)?;
         Ok(Some(Self {
+            stops,
+            every,
             place,
             name: place::name(spec, id)?,
             keep: prune::keep(spec)?,
@@ -127,19 +140,57 @@ impl<'a> StopRequest<'a> {
     }
 }
 
+impl PlacedRequest<'_> {
+    /// Begins a checkpoint.
+    ///
+    /// # Errors
+    /// The place cannot be used, or another container has the name now.
+    fn begin(&self, me: &LeaseHolder) -> Result<(Place, PartialCheckpoint), Error> {
+        let place = self.place.open(&self.name).map_err(Error::Failed)?;
+        let mine = match self.many {
+            true => Ok(None),
+            false => place
+                .renew(me)
+                .and_then(|()| place.taken_over(me, self.had_lease)),
+        };
+        if let Some(other) = mine.map_err(Error::io(self.place.place))? {
+            return Err(Error::Failed(format!(
+                "{other} has taken the lease of {} over: this container must not write its next checkpoint",
+                self.name
+            )));
+        }
+        let partial = place.begin().map_err(Error::Failed)?;
+        Ok((place, partial))
+    }
+
+    /// Lists what a complete checkpoint has, and removes those that it supersedes.
+    fn completed(&self, ctx: &Context, place: &Place, checkpoint: &Path) {
+        if let Err(e) = integrity::list(&ctx.config, checkpoint) {
+            tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
+        }
+        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep)) {
+            tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
+        }
+    }
+}
+
 /// What the container wants its stop to be.
 fn asked(spec: &Spec) -> Option<Setting<'_>> {
     setting(spec, ANNOTATION).filter(|_| !holds_pod(spec))
 }
 
-/// Checks what a new container asks for.
+/// Checks what a new container asks for, and starts the process that checkpoints it while it runs.
 ///
 /// # Errors
-/// Its stop could not be a checkpoint.
+/// It could not be checkpointed into its place.
 pub fn check(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<(), Error> {
     let tenant = Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec);
-    let asked = StopRequest::of(&ctx.config, &inv.id, spec, &tenant);
-    asked.map(drop).map_err(Error::not_started)
+    let asked = PlacedRequest::of(&ctx.config, &inv.id, spec, &tenant);
+    let asked = asked.map_err(Error::not_started)?;
+    match asked.is_some_and(|asked| asked.every.is_some()) {
+        true => every::start(ctx).map_err(Error::io(every::NAME)),
+        false => Ok(()),
+    }
 }
 
 /// Returns true if this command line stops a container, and may have to be a checkpoint.
@@ -147,11 +198,13 @@ pub fn is_stop(ctx: &Context, inv: &Invocation) -> bool {
     inv.verb == Verb::Kill && !inv.flags.has("all") && signal(ctx, inv) == Some(Signal::SIGTERM)
 }
 
-/// Returns true if this command line kills a container while its stop is a checkpoint. The container may be frozen.
+/// Returns true if this command line kills a container while it may be being checkpointed, and frozen.
 pub fn is_kill_meanwhile(ctx: &Context, inv: &Invocation) -> bool {
     inv.verb == Verb::Kill
         && signal(ctx, inv) == Some(Signal::SIGKILL)
-        && state::directory(ctx, inv).join(LOCK).exists()
+        && [LOCK, every::LOCK]
+            .iter()
+            .any(|lock| state::directory(ctx, inv).join(lock).exists())
 }
 
 /// Returns the signal that a `kill` sends.
@@ -173,6 +226,7 @@ fn signal(ctx: &Context, inv: &Invocation) -> Option<Signal> {
 /// Starts the checkpoint of a container that asks for it at its stop; else passes the TERM on.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let tools = SystemTools::from_env();
+    every::interrupt(&state::directory(ctx, inv));
     let state = ContainerState::ask(ctx, inv, &tools);
     // The place is not touched here: it may hang.
     let asked = state
@@ -298,7 +352,8 @@ fn handles_term(pid: i32) -> bool {
 fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), Error> {
     let spec = state.spec(ctx, inv);
     let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
-    let asked = StopRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
+    let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
+    let asked = asked.filter(|asked| asked.stops);
     let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
     let signals = Signals::watch()?;
     let done = AtomicBool::new(false);
@@ -309,12 +364,7 @@ fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), E
         saved
     })?;
     // The container has ended, which does not wait for this.
-    if let Err(e) = integrity::list(&ctx.config, &checkpoint) {
-        tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
-    }
-    if let Some(Err(e)) = asked.keep.map(|keep| place.prune(keep)) {
-        tracing::warn!("{}: older checkpoints stay: {e}", asked.place.place);
-    }
+    asked.completed(ctx, &place, &checkpoint);
     Ok(())
 }
 
@@ -344,32 +394,14 @@ fn save_in_time(
     ctx: &Context,
     inv: &Invocation,
     state: &ContainerState,
-    asked: &StopRequest<'_>,
+    asked: &PlacedRequest<'_>,
     signals: &Signals,
 ) -> Result<(Place, PathBuf), Error> {
-    let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
+    let _no_other = every::end(&state::directory(ctx, inv), asked.limit);
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
-    let mine = match asked.many {
-        true => Ok(None),
-        false => place
-            .renew(&me)
-            .and_then(|()| place.taken_over(&me, asked.had_lease)),
-    };
-    if let Some(other) = mine.map_err(Error::io(asked.place.place))? {
-        return Err(Error::Failed(format!(
-            "{other} has taken the lease of {} over: this container must not write its next checkpoint",
-            asked.name
-        )));
-    }
-    let partial = place.begin().map_err(Error::Failed)?;
-    let stopping = Context {
-        config: config_of_stop(&ctx.config, asked.limit),
-        low: ctx.low.clone(),
-        args: checkpoint_line(ctx, inv, partial.path()),
-    };
-    let inv_of_checkpoint = argv::decode(stopping.low.kind, &stopping.args).ok_or_else(|| {
-        Error::Failed("the checkpoint's command line cannot be understood".to_owned())
-    })?;
+    let (place, partial) = asked.begin(&me)?;
+    let config = config_of_stop(&ctx.config, asked.limit);
+    let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, partial.path())?;
     let mut partial = Some(partial);
     let mut named = PathBuf::new();
     let mut end = |frozen| {
@@ -385,19 +417,24 @@ fn save_in_time(
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
         }
     };
-    let ending = super::Ending {
+    let own = super::OwnCheckpoint {
         signals,
-        end: &mut end,
+        end: Some(&mut end),
     };
-    super::to_the_end(&stopping, &inv_of_checkpoint, state, ending)?;
+    super::into_place(&stopping, &inv_of_checkpoint, state, own)?;
     Ok((place, named))
 }
 
 fn config_of_stop(config: &Config, limit: Duration) -> Config {
-    let mut config = config.clone();
+    let mut config = config_of_place(config);
     config.limits.checkpoint_s = limit.as_secs().max(1);
     // However much there is to save.
     config.limits.slowest_mib_s = u64::MAX;
+    config
+}
+
+fn config_of_place(config: &Config) -> Config {
+    let mut config = config.clone();
     // A restore closes the connections, unless the container asks for them.
     let options = &mut config.criu.options;
     if !options.contains_key("tcp-close") {
@@ -407,11 +444,20 @@ fn config_of_stop(config: &Config, limit: Duration) -> Config {
     config
 }
 
-/// Rewrites the command line of `kill` as that of a checkpoint. The low-level runtime must not end the container.
-fn checkpoint_line(ctx: &Context, inv: &Invocation, images: &Path) -> Vec<OsString> {
-    let mut line: Vec<OsString> = ctx.args.iter().take(inv.verb_at).cloned().collect();
-    line.extend(["checkpoint", "--leave-running", "--image-path"].map(OsString::from));
-    line.push(images.into());
-    line.push(inv.id.clone().into());
-    line
+/// Rewrites a command line as that of a checkpoint. The low-level runtime must not end the container.
+fn checkpoint_of(
+    ctx: &Context,
+    inv: &Invocation,
+    config: Config,
+    images: &Path,
+) -> Result<(Context, Invocation), Error> {
+    let mut args: Vec<OsString> = ctx.args.iter().take(inv.verb_at).cloned().collect();
+    args.extend(["checkpoint", "--leave-running", "--image-path"].map(OsString::from));
+    args.push(images.into());
+    args.push(inv.id.clone().into());
+    let low = ctx.low.clone();
+    let inv = argv::decode(low.kind, &args).ok_or_else(|| {
+        Error::Failed("the checkpoint's command line cannot be understood".to_owned())
+    })?;
+    Ok((Context { config, low, args }, inv))
 }

@@ -61,7 +61,7 @@ pub(super) fn plan(
         ),
         locked,
         // Another host has not this one's store.
-        stored: !request.ends
+        stored: !request.into_place
             && store::wanted(&request.config().store, &request.spec, &request.images)?,
     };
     if request.leave_running() {

@@ -11,7 +11,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -115,6 +116,7 @@ pub struct RunOutcome {
 pub struct Signals {
     fd: SignalFd,
     before: SigSet,
+    was_interrupted: AtomicBool,
 }
 
 impl Signals {
@@ -134,18 +136,51 @@ impl Signals {
                 SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
             })
             .map_err(|e| Error::io("signals cannot be watched")(e.into()))?;
-        Ok(Self { fd, before })
+        let was_interrupted = AtomicBool::new(false);
+        Ok(Self {
+            fd,
+            before,
+            was_interrupted,
+        })
     }
 
-    /// Whether an interrupt has come. It is taken: whoever asks gives up.
+    /// Whether an interrupt has come, to an earlier operation too: whoever asks gives up.
     pub fn interrupted(&self) -> bool {
-        std::iter::from_fn(|| self.next()).any(|signal| INTERRUPTS.contains(&signal))
+        while self.next().is_some() {}
+        self.was_interrupted.load(Ordering::Relaxed)
     }
 
     fn next(&self) -> Option<Signal> {
         let info = self.fd.read_signal().ok()??;
-        Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()
+        let signal = Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()?;
+        if INTERRUPTS.contains(&signal) {
+            self.was_interrupted.store(true, Ordering::Relaxed);
+        }
+        Some(signal)
     }
+}
+
+/// Returns the command that runs this program under another name, as a process that outlives this one.
+pub fn detached(name: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0(name)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    // SAFETY: between fork and exec only two system calls are made.
+    unsafe {
+        command.pre_exec(|| {
+            // Engines wait until nobody has their pipes open.
+            libc::close_range(
+                3,
+                libc::c_uint::MAX,
+                libc::CLOSE_RANGE_CLOEXEC as libc::c_int,
+            );
+            Ok(nix::unistd::setsid().map(drop)?)
+        });
+    }
+    command
 }
 
 /// Runs the low-level runtime and watches it. `decide` answers CRIU's questions by stage while the operation is not

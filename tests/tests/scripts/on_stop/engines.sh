@@ -41,6 +41,20 @@ check 'goes on' in_sequence 1 < <(logs d2 && logs d3)
 check 'no image alone' sh -c "! docker run --rm --runtime cryopod -e CRYOPOD_ON_STOP=checkpoint -e CRYOPOD_CHECKPOINT_TO=/etc busybox true 2> /tmp/said"
 check 'says why' says /tmp/said 'checkpoint.allow'
 docker rm -f d2 d3 > /dev/null
+check 'a job that is checkpointed while it runs' run d4 -e CRYOPOD_CHECKPOINT_EVERY_S=1
+of_d4=$place/$(docker inspect -f '{{.Id}}' d4)
+wait_for test -e "$of_d4/000001"
+saved=$(ticks d4)
+wait_for test -e "$of_d4/000002"
+kill -KILL "$(docker inspect -f '{{.State.Pid}}' d4)"
+docker wait d4 > /dev/null
+now=$(ticks d4) printed=$(logs d4 | wc -l)
+check 'is killed, and started' docker start d4
+wait_for ticked d4 $((now + 2))
+goes_on_at=$(logs d4 | sed 1,"$printed"d | head -n 1 | cut -d' ' -f1)
+check 'it goes on at its last checkpoint' test "$goes_on_at" -gt "$saved" -a "$goes_on_at" -le $((now + 1))
+check 'its sums are right' test -z "$(logs d4 | grep CORRUPT)"
+docker rm -f d4 > /dev/null
 
 # ---- ctr, our shim ----
 # shellcheck disable=SC2016

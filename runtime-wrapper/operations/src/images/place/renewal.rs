@@ -7,14 +7,13 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::Place;
 use super::lease::{self, LeaseHolder};
-use crate::run::log;
+use crate::run::{child, log};
 
 /// The name under which this program renews a lease.
 pub const NAME: &str = "cryopod-lease";
@@ -27,26 +26,10 @@ const RENEWALS: u32 = 3;
 
 /// Starts the process for a container whose lease is noted.
 pub fn start(id: &str, limit: Duration) -> io::Result<()> {
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = child::detached(NAME);
     command
-        .arg0(NAME)
         .args([id, &limit.as_secs().to_string()])
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    // SAFETY: between fork and exec only two system calls are made.
-    unsafe {
-        command.pre_exec(|| {
-            // Engines wait until nobody has their pipes open.
-            libc::close_range(
-                3,
-                libc::c_uint::MAX,
-                libc::CLOSE_RANGE_CLOEXEC as libc::c_int,
-            );
-            Ok(nix::unistd::setsid().map(drop)?)
-        });
-    }
+        .current_dir("/");
     command.spawn().map(drop)
 }
 
