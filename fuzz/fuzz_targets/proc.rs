@@ -6,7 +6,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use cryopod_cuda::procfs;
 use cryopod_gpu_plan::hazards::{self, CriuLimits};
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mounts;
@@ -46,8 +45,7 @@ fuzz_target!(|data: &[u8]| {
             return;
         }
         let text = String::from_utf8_lossy(part);
-        procfs::parse_status(&text);
-        procfs::parse_stat(&text);
+        cryopod_host::processes::stat::Stat::parse(&text);
     }
     let host = Host::at(&*ROOT);
     let spec = Spec::from_json(serde_json::json!({

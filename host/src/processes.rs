@@ -4,6 +4,8 @@
 //! that the plan needs of a process is read together, by several threads. The container is not trusted: its files are
 //! never opened, only looked at.
 
+pub mod stat;
+
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -14,6 +16,7 @@ use std::thread;
 
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 
+use self::stat::StatusFile;
 use crate::files::{Host, split_rdev};
 
 const MAX_PER_PROCESS: usize = 1 << 16;
@@ -129,26 +132,21 @@ impl Scan {
 
 impl Process {
     fn read(host: &Host, pid: i32) -> Self {
-        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
-        let field = |name: &str| {
-            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-            Some(line.strip_prefix(':')?.trim())
-        };
-        let kib = |name: &str| {
-            let words = field(name).and_then(|v| v.split_whitespace().next());
-            words.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0)
-        };
+        let status = StatusFile::read(host, pid);
         let namespaces = NAMESPACES.iter().filter_map(|name| {
             let link = fs::read_link(host.path(format!("/proc/{pid}/ns/{name}"))).ok()?;
             Some((*name, link.to_string_lossy().into_owned()))
         });
         let (mapped, deleted_maps) = mapped(host, pid);
-        let innermost = field("NSpid").and_then(|v| v.split_whitespace().last()?.parse().ok());
+        let innermost = status
+            .numbers("NSpid")
+            .and_then(|pids| pids.last().copied());
         Self {
             pid,
             ns_pid: innermost.unwrap_or(pid),
             // From this file, as the name is there, too.
-            comm: field("Name")
+            comm: status
+                .field("Name")
                 .map(str::to_owned)
                 .or_else(|| host.line(format!("/proc/{pid}/comm")))
                 .unwrap_or_default(),
@@ -156,12 +154,15 @@ impl Process {
             mapped,
             deleted_maps,
             namespaces: namespaces.collect(),
-            state: field("State").and_then(|s| s.chars().next()).unwrap_or('?'),
-            threads: field("Threads").and_then(|t| t.parse().ok()).unwrap_or(1),
-            tracer: field("TracerPid").and_then(|t| t.parse().ok()).unwrap_or(0),
+            state: status
+                .field("State")
+                .and_then(|s| s.chars().next())
+                .unwrap_or('?'),
+            threads: status.number("Threads").unwrap_or(1),
+            tracer: status.number("TracerPid").unwrap_or(0),
             memory_bytes: ["RssAnon", "RssShmem", "VmSwap"]
                 .into_iter()
-                .map(kib)
+                .filter_map(|name| status.number::<u64>(name))
                 .sum::<u64>()
                 .saturating_mul(1024),
             mount_namespace: fs::read_link(host.path(format!("/proc/{pid}/ns/mnt"))).ok(),

@@ -149,7 +149,8 @@ pub fn restored_wrongly(log: &Path, pairs: &[(u32, u32)]) -> Option<String> {
             maps.insert(process, (true, Vec::new()));
         } else if let Some((open, map)) = maps.get_mut(&process).filter(|(open, _)| *open) {
             *open = !said.chars().all(|c| c == '=');
-            map.extend(pair);
+            // A hive may hold CPUs, whose id is 0.
+            map.extend(pair.filter(|(old, _)| *old != 0));
         }
     }
     let wrong = |map: &Vec<(u32, u32)>| map.iter().any(|p| !pairs.contains(p));

@@ -11,6 +11,7 @@ pub mod refusal;
 
 use crate::gpus::nvidia;
 use cryopod_host::files::Host;
+use cryopod_host::processes::stat::StatusFile;
 use refusal::Refusal;
 use std::collections::BTreeSet;
 
@@ -72,16 +73,13 @@ const MANAGED_BYTES: u64 = 2 << 20;
 impl Process {
     fn read(host: &Host, pid: i32) -> Self {
         let maps = host.text(format!("/proc/{pid}/maps")).unwrap_or_default();
-        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
         let environment = host
             .text(format!("/proc/{pid}/environ"))
             .unwrap_or_default();
         Self {
             pid,
             comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
-            stopped: status
-                .lines()
-                .any(|l| l.split_ascii_whitespace().take(2).eq(["State:", "T"])),
+            stopped: StatusFile::read(host, pid).number("State") == Some('T'),
             files: links(host, pid),
             maps: maps
                 .lines()

@@ -17,6 +17,7 @@ use nix::fcntl::OFlag;
 use cryopod_host::files::{Host, open_in_root, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
+use cryopod_host::processes::stat::Stat;
 
 const DIRECTORIES: [&str; 4] = [
     "dev",
@@ -84,13 +85,13 @@ pub fn tree(host: &Host, init: i32) -> Vec<i32> {
         .iter()
         .filter_map(|n| n.parse::<i32>().ok())
     {
-        let Some((state, parent)) = stat(host, pid) else {
+        let Some(stat) = Stat::read(host, pid) else {
             continue;
         };
         if pid == init {
-            seen_init = state != 'Z' && state != 'X';
+            seen_init = !matches!(stat.state, 'Z' | 'X');
         }
-        children.entry(parent).or_default().push(pid);
+        children.entry(stat.parent).or_default().push(pid);
     }
     if !seen_init {
         return Vec::new();
@@ -116,33 +117,12 @@ pub fn retain_living(host: &Host, pids: &mut Vec<i32>) {
 
 /// Returns true if there is such a process, and it neither ends nor is a zombie.
 pub fn is_alive(host: &Host, pid: i32) -> bool {
-    /// `PF_EXITING` of the kernel's sched.h.
-    const EXITING: u64 = 4;
-    let text = host.text(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let Some((_, rest)) = text.rsplit_once(')') else {
-        return false;
-    };
-    let mut fields = rest.split_whitespace();
-    let state = fields.next().unwrap_or("X");
-    let flags: u64 = fields.nth(5).and_then(|f| f.parse().ok()).unwrap_or(0);
-    !matches!(state, "Z" | "X") && flags & EXITING == 0
-}
-
-fn stat(host: &Host, pid: i32) -> Option<(char, i32)> {
-    let text = host.text(format!("/proc/{pid}/stat")).ok()?;
-    // The name is in parentheses and may hold anything, parentheses too.
-    let mut rest = text.get(text.rfind(')')? + 1..)?.split_whitespace();
-    Some((rest.next()?.chars().next()?, rest.next()?.parse().ok()?))
+    Stat::read(host, pid).is_some_and(|stat| !stat.exiting)
 }
 
 /// When a process was started, in clock ticks since boot: with the pid, its identity.
 pub fn start_time(host: &Host, pid: i32) -> Option<u64> {
-    let text = host.text(format!("/proc/{pid}/stat")).ok()?;
-    text.get(text.rfind(')')? + 1..)?
-        .split_whitespace()
-        .nth(19)?
-        .parse()
-        .ok()
+    Stat::read(host, pid).map(|stat| stat.start_time)
 }
 
 /// Returns the processes that have a GPU driver open or mapped. `nodes` are the container's GPU nodes: an open file

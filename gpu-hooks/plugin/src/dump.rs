@@ -17,7 +17,6 @@ use crate::maps;
 use crate::session::{
     CudaThread, Failed, Session, failure, failure_with, record_of, reply_failure, unexpected,
 };
-use cryopod_cuda::gpus::gpu::GpuUuid;
 use cryopod_cuda::messages::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
 use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome, ProcessState, QUERY_MS};
 use cryopod_cuda::messages::report::PluginOutcome;
@@ -164,7 +163,7 @@ impl Dump {
             .ns_pids
             .get(self.depth..)
             .filter(|pids| !pids.is_empty());
-        let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
+        let by_minor = procfs::gpus_by_minor();
         let minors = procfs::open_gpu_minors(pid);
         ProcessRecord {
             ns_pids: ns_pids.map_or_else(|| vec![pid], ToOwned::to_owned),

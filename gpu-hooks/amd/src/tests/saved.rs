@@ -92,7 +92,8 @@ fn the_log_of_a_restore_shows_what_went_wrong() {
 
     // A process tries a pair, and another process prints its map between.
     let map = |process: u32, first: u32, second: u32| {
-        ["Maps after all nodes matched", "===Maps===============", &format!("GPU: 0xA000 -> 0x{first:04X}"), &format!("GPU: 0xA001 -> 0x{second:04X}"), "CPU: 00 -> 00", "======================"]
+        ["Maps after all nodes matched", "===Maps===============",
+            "GPU: 0x0000 -> 0x0000", &format!("GPU: 0xA000 -> 0x{first:04X}"), &format!("GPU: 0xA001 -> 0x{second:04X}"), "CPU: 00 -> 00", "======================"]
             .map(|said| format!("(00.4)     {process}: amdgpu_plugin: {said}\n    {process}: other\n(00.4)     7: amdgpu_plugin: GPU: 0xA000 -> 0xB001\n"))
             .concat()
     };

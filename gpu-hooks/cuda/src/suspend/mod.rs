@@ -23,7 +23,7 @@ use crate::released::Released;
 use crate::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -227,7 +227,7 @@ fn found_running(client: &mut Client, pids: &[i32]) -> Result<(Threads, Done), S
             remedy,
         });
     }
-    let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
+    let by_minor = procfs::gpus_by_minor();
     let suspended = |(pid, _): &(i32, i32)| Suspended {
         pid: *pid,
         start_time: procfs::stat(*pid).map_or(0, |stat| stat.start_time),

@@ -4,13 +4,13 @@
 use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::processes::Scan;
+use cryopod_host::processes::stat::StatusFile;
 
 const CAP_SYS_RESOURCE: u32 = 24;
 
 /// Returns true if CRIU, which this process starts, may set other users' limits.
 pub fn sets_others_limits(host: &Host) -> bool {
-    let status = host.text("/proc/self/status").unwrap_or_default();
-    let set = field(&status, "CapEff:").and_then(|v| u64::from_str_radix(v.trim(), 16).ok());
+    let set = StatusFile::read(host, "self").set("CapEff");
     // Unknown: CRIU decides.
     set.is_none_or(|set| set >> CAP_SYS_RESOURCE & 1 != 0)
 }
@@ -19,8 +19,8 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
     if sets_others_limits(host) {
         return Vec::new();
     }
-    let own = host.text("/proc/self/status").unwrap_or_default();
-    let own = ids(&own).and_then(|ids| Some((*ids.first()?, *ids.get(4)?)));
+    let own =
+        ids(&StatusFile::read(host, "self")).and_then(|ids| Some((*ids.first()?, *ids.get(4)?)));
     let Some((uid, gid)) = own else {
         return Vec::new();
     };
@@ -31,8 +31,7 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
         if namespace(&pid.to_string()) != ours {
             return false;
         }
-        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
-        let ids = ids(&status).unwrap_or_default();
+        let ids = ids(&StatusFile::read(host, pid)).unwrap_or_default();
         let (uids, gids) = ids.split_at(ids.len() / 2);
         // The kernel compares real, effective and saved ids.
         uids.iter().take(3).any(|id| *id != uid) || gids.iter().take(3).any(|id| *id != gid)
@@ -50,15 +49,9 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
         .collect()
 }
 
-fn field<'a>(status: &'a str, key: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(key))
-}
-
 /// The four user ids and the four group ids.
-fn ids(status: &str) -> Option<Vec<u32>> {
-    let both = [field(status, "Uid:")?, field(status, "Gid:")?];
-    let numbers = both.iter().flat_map(|line| line.split_ascii_whitespace());
-    let ids: Vec<u32> = numbers.map_while(|n| n.parse().ok()).collect();
+fn ids(status: &StatusFile) -> Option<Vec<u32>> {
+    let ids = [status.numbers("Uid")?, status.numbers("Gid")?].concat();
     (ids.len() == 8).then_some(ids)
 }
 

@@ -24,6 +24,7 @@ use crate::refusal::Refusal;
 use cryopod_cuda::gpus::gpu::{GpuPair, GpuUuid};
 
 impl Wish {
+    /// Returns the pairs of other GPUs than these. A name `0x...` is a `gpu_id`, which only AMD's GPUs have and no record.
     #[must_use]
     pub fn without(self, gpus: &[&Gpu]) -> Self {
         let Self::Pairs(pairs) = self else {
@@ -32,7 +33,7 @@ impl Wish {
         let gpus: Vec<Gpu> = gpus.iter().map(|g| (*g).clone()).collect();
         let others = pairs
             .into_iter()
-            .filter(|(old, _)| find(&gpus, old, None).is_empty());
+            .filter(|(old, _)| !old.starts_with("0x") && find(&gpus, old, None).is_empty());
         Self::Pairs(others.collect())
     }
 }

@@ -11,12 +11,13 @@ use cryopod_archive::format::limits::raise_open_files;
 use cryopod_cuda::agent::server::{Server, listen};
 use cryopod_cuda::agent::{Agent, Limits};
 use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_cuda::gpus::nvidia;
 use cryopod_cuda::messages::protocol::{AgentGpu, Hello};
 use cryopod_cuda::messages::report::{AgentOutcome, AgentReady, GpuUser};
 use cryopod_cuda::nvml;
-use cryopod_cuda::procfs;
 use cryopod_cuda::vram::ceiling::Ceiling;
 use cryopod_cuda::vram::worker;
+use cryopod_host::files::Host;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -104,7 +105,7 @@ fn announce(ready: &AgentReady) {
 fn give_up(error: impl Into<String>, remedy: impl Into<String>) -> ExitCode {
     announce(&AgentReady {
         ready: false,
-        driver_version: procfs::driver_version(),
+        driver_version: nvidia::driver_version(&Host::system()),
         cuda_version: None,
         libcuda: None,
         gpus: Vec::new(),
@@ -165,7 +166,7 @@ fn main() -> ExitCode {
     };
     let ceiling = Ceiling::new(&gpus, &users);
     let hello = Hello {
-        driver_version: procfs::driver_version(),
+        driver_version: nvidia::driver_version(&Host::system()),
         cuda_version: cuda.version(),
         gpus,
     };

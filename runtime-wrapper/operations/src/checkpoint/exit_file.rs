@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use cryopod_host::processes::stat::Stat;
 
 /// A conmon that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -25,13 +26,11 @@ pub(super) struct ExitFile<'a> {
 impl<'a> ExitFile<'a> {
     /// Returns `None` if the parent of the container's init process is not conmon.
     pub fn find(host: &'a Host, init: i32) -> Option<Self> {
-        let stat = host.text(format!("/proc/{init}/stat")).ok()?;
-        let conmon = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?;
+        let conmon = Stat::read(host, init)?.parent;
         let line = host.text(format!("/proc/{conmon}/cmdline")).ok()?;
         let words: Vec<&str> = line.split('\0').collect();
         let after = |option| words.iter().skip_while(|w| **w != option).nth(1);
         let path = PathBuf::from(after("--exit-dir")?).join(after("-c")?);
-        let conmon = conmon.parse().ok()?;
         Some(Self {
             host,
             init,

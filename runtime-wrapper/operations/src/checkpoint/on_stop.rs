@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use cryopod_host::processes::stat::StatusFile;
 use cryopod_host::programs::{SystemTools, Tools};
 use cryopod_host::spec::Spec;
 use nix::fcntl::{Flock, FlockArg};
@@ -338,10 +339,7 @@ pub fn main(ctx: &Context) -> ExitCode {
 
 /// Returns true if a process has a handler of TERM.
 fn handles_term(pid: i32) -> bool {
-    let status = Host::system().text(format!("/proc/{pid}/status"));
-    let status = status.unwrap_or_default();
-    let caught = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
-    let caught = caught.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    let caught = StatusFile::read(&Host::system(), pid).set("SigCgt");
     caught.is_some_and(|caught| caught & (1 << (libc::SIGTERM - 1)) != 0)
 }
 

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::format::names;
+use cryopod_cuda::procfs;
 use cryopod_host::cgroups::Cgroups;
-use cryopod_host::files::{Host, read_bounded};
+use cryopod_host::files::read_bounded;
 use cryopod_host::mountinfo;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -149,22 +150,11 @@ pub fn end(directory: &Path) {
     RestoreNote::done(directory);
 }
 
-fn comm(pid: i32) -> String {
-    let comm = Host::system().line(format!("/proc/{pid}/comm"));
-    comm.unwrap_or_default()
-}
-
 /// Returns true if the low-level runtime above this CRIU has a wrapper that lives.
 fn is_watched(criu: i32) -> bool {
-    let host = Host::system();
-    let parent = |pid: i32| {
-        let status = host.text(format!("/proc/{pid}/status")).ok()?;
-        let line = status.lines().find_map(|l| l.strip_prefix("PPid:"))?;
-        line.trim().parse().ok()
-    };
-    let runtime: Option<i32> = parent(criu);
-    let wrapper = runtime.and_then(parent);
-    wrapper.is_some_and(|pid| comm(pid) == WRAPPER)
+    let parent = |pid: i32| Some(procfs::stat(pid)?.parent);
+    let wrapper = parent(criu).and_then(parent);
+    wrapper.is_some_and(|pid| procfs::comm(pid) == WRAPPER)
 }
 
 #[cfg(test)]

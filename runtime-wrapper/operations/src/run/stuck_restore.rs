@@ -160,8 +160,7 @@ pub fn criu_with(log: &Path) -> Vec<i32> {
 
 /// Returns true if a process has CRIU's name, as CRIU's new children have at first.
 pub fn is_criu(pid: i32) -> bool {
-    let comm = Host::system().line(format!("/proc/{pid}/comm"));
-    comm.is_some_and(|c| c.starts_with("criu"))
+    procfs::comm(pid).starts_with("criu")
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use cryopod_archive::criu::privileges::{
 };
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::{Host, open_regular, read_bounded_from};
+use cryopod_host::processes::stat::StatusFile;
 use cryopod_host::sandbox::SandboxError;
 use cryopod_host::spec::Spec;
 use serde::{Deserialize, Serialize};
@@ -156,15 +157,11 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
         |file: &str| IdMap::parse(&host.text(format!("/proc/{pid}/{file}")).unwrap_or_default());
     let (uids, gids) = (map("uid_map"), map("gid_map"));
     let thread = |tid: String| {
-        let status = host.text(format!("{directory}/{tid}/status")).ok()?;
-        let field = |name: &str| {
-            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-            line.strip_prefix(':').map(str::trim)
-        };
-        let set = |name: &str| u64::from_str_radix(field(name)?, 16).ok();
-        let ids = |name: &str, map: &IdMap| -> Option<Vec<u32>> {
-            let ids = field(name)?.split_whitespace();
-            ids.map(|id| Some(map.inside(id.parse().ok()?))).collect()
+        let status = StatusFile::read(host, format_args!("{pid}/task/{tid}"));
+        let set = |name| status.set(name);
+        let ids = |name, map: &IdMap| -> Option<Vec<u32>> {
+            let ids = status.numbers(name)?.into_iter();
+            Some(ids.map(|id| map.inside(id)).collect())
         };
         Some(Thread {
             pid: u32::try_from(pid).ok()?,
@@ -183,8 +180,8 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
                 },
                 securebits: 0,
             },
-            no_new_privs: field("NoNewPrivs") == Some("1"),
-            seccomp: field("Seccomp")?.parse().ok()?,
+            no_new_privs: status.field("NoNewPrivs") == Some("1"),
+            seccomp: status.number("Seccomp")?,
             label: label.clone().filter(|l| !l.is_empty()),
         })
     };

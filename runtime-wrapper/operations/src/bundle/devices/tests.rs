@@ -1,6 +1,44 @@
 use super::*;
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
+/// The node that a container has as its own device.
+fn device(path: &str, major: u64, minor: u64) -> Value {
+    json!({"path": path, "type": "c", "major": major, "minor": minor})
+}
+
+/// A spec with these devices and rules, after one that denies all.
+fn spec(devices: &[Value], rules: &[Value]) -> Value {
+    let mut all = vec![json!({"allow": false, "access": "rwm"})];
+    all.extend_from_slice(rules);
+    json!({"linux": {"devices": devices, "resources": {"devices": all}}})
+}
+
+fn rules(spec: &Value) -> &[Value] {
+    spec["linux"]["resources"]["devices"].as_array().unwrap()
+}
+
+/// Nodes of the recorded GPU 0 on GPU 1: its own name is one for the other's.
+fn alias() -> NodeTarget {
+    target(
+        "/dev/nvidia0",
+        (195, 1),
+        "/dev/nvidia0",
+        Some("/dev/nvidia1"),
+    )
+}
+
+fn moved(path: &str, alias: Option<&str>) -> MovedNode {
+    MovedNode {
+        path: path.into(),
+        alias_of: alias.map(str::to_owned),
+        engine: EngineNode {
+            path: "/dev/nvidia0".into(),
+            major: 195,
+            minor: 0,
+        },
+    }
+}
+
 fn recorded(path: &str, major: u64, minor: u64, host_path: Option<&str>) -> DeviceNode {
     DeviceNode {
         source: match host_path {
@@ -38,12 +76,7 @@ fn zero_to_one() -> Remap {
     Remap {
         recorded: vec![recorded("/dev/nvidia0", 195, 0, None)],
         targets: vec![
-            target(
-                "/dev/nvidia0",
-                (195, 1),
-                "/dev/nvidia0",
-                Some("/dev/nvidia1"),
-            ),
+            alias(),
             target("/dev/nvidia1", (195, 1), "/dev/nvidia0", None),
         ],
         moved: vec![],
@@ -82,27 +115,14 @@ fn another_node_and_its_rule() {
 
 #[test]
 fn nothing_is_granted_that_the_engine_did_not_grant() {
-    let deny = json!({"allow": false, "access": "rwm"});
-    let spec = json!({"linux": {"devices": [], "resources": {"devices": [deny]}}});
-    assert_eq!(apply(&zero_to_one(), spec.clone()), spec);
-    let spec = apply(
-        &zero_to_one(),
-        json!({"linux": {
-            "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
-            "resources": {"devices": [deny]}
-        }}),
-    );
-    assert_eq!(spec["linux"]["resources"]["devices"], json!([deny]));
+    let none = spec(&[], &[]);
+    assert_eq!(apply(&zero_to_one(), none.clone()), none);
     // A rule for the whole major allows all: it stays, and nothing is added.
     let all = json!({"allow": true, "type": "c", "major": 195, "access": "rwm"});
-    let spec = apply(
-        &zero_to_one(),
-        json!({"linux": {
-            "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
-            "resources": {"devices": [deny, all]}
-        }}),
-    );
-    assert_eq!(spec["linux"]["resources"]["devices"], json!([deny, all]));
+    for granted in [&[][..], &[all]] {
+        let given = spec(&[device("/dev/nvidia0", 195, 0)], granted);
+        assert_eq!(rules(&apply(&zero_to_one(), given.clone())), rules(&given));
+    }
 }
 
 #[test]
@@ -113,12 +133,7 @@ fn a_chain_of_moves_keeps_the_access_of_each() {
             recorded("/dev/nvidia1", 195, 1, None),
         ],
         targets: vec![
-            target(
-                "/dev/nvidia0",
-                (195, 1),
-                "/dev/nvidia0",
-                Some("/dev/nvidia1"),
-            ),
+            alias(),
             target("/dev/nvidia1", (195, 1), "/dev/nvidia0", None),
             target("/dev/nvidia2", (195, 2), "/dev/nvidia1", None),
         ],
@@ -126,13 +141,13 @@ fn a_chain_of_moves_keeps_the_access_of_each() {
     };
     let spec = apply(
         &remap,
-        json!({"linux": {
-            "devices": [
-                {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0},
-                {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1}
+        spec(
+            &[
+                device("/dev/nvidia0", 195, 0),
+                device("/dev/nvidia1", 195, 1),
             ],
-            "resources": {"devices": [{"allow": false}, rule(195, 0, "rwm"), rule(195, 1, "rwm")]}
-        }}),
+            &[rule(195, 0, "rwm"), rule(195, 1, "rwm")],
+        ),
     );
     let list = |pointer: &str, key: &str| -> Vec<Value> {
         let list = spec.pointer(pointer).unwrap().as_array().unwrap();
@@ -150,28 +165,13 @@ fn a_chain_of_moves_keeps_the_access_of_each() {
 #[test]
 fn a_spec_whose_engine_still_names_what_was_moved_before() {
     // Moved from 0 to 1 once, checkpointed there, restored in place.
-    let engine = || EngineNode {
-        path: "/dev/nvidia0".into(),
-        major: 195,
-        minor: 0,
-    };
-    let moved = |path: &str, alias: Option<&str>| MovedNode {
-        path: path.into(),
-        alias_of: alias.map(str::to_owned),
-        engine: engine(),
-    };
     let remap = Remap {
         recorded: vec![
             recorded("/dev/nvidia0", 195, 1, None),
             recorded("/dev/nvidia1", 195, 1, None),
         ],
         targets: vec![
-            target(
-                "/dev/nvidia0",
-                (195, 1),
-                "/dev/nvidia0",
-                Some("/dev/nvidia1"),
-            ),
+            alias(),
             target("/dev/nvidia1", (195, 1), "/dev/nvidia1", None),
         ],
         moved: vec![
@@ -182,10 +182,7 @@ fn a_spec_whose_engine_still_names_what_was_moved_before() {
     assert!(remap.changed().is_empty());
     let spec = apply(
         &remap,
-        json!({"linux": {
-            "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
-            "resources": {"devices": [{"allow": false}, rule(195, 0, "rwm")]}
-        }}),
+        spec(&[device("/dev/nvidia0", 195, 0)], &[rule(195, 0, "rwm")]),
     );
     assert_eq!(spec["linux"]["devices"][1]["path"], "/dev/nvidia1");
     let rules = Spec::from_json(spec.clone());
@@ -213,11 +210,6 @@ fn bind_mounted_nodes_get_another_source() {
 #[test]
 fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
     // The record claims that the engine's nvidia0 was four GPUs.
-    let engine = EngineNode {
-        path: "/dev/nvidia0".into(),
-        major: 195,
-        minor: 0,
-    };
     let paths: Vec<String> = (0..4).map(|n| format!("/dev/nvidia{n}")).collect();
     let remap = Remap {
         recorded: (0..4)
@@ -228,22 +220,12 @@ fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
             .zip(&paths)
             .map(|(n, p)| target(p, (195, n), p, None))
             .collect(),
-        moved: paths
-            .iter()
-            .map(|p| MovedNode {
-                path: p.clone(),
-                alias_of: None,
-                engine: engine.clone(),
-            })
-            .collect(),
+        moved: paths.iter().map(|p| moved(p, None)).collect(),
     };
-    let mut spec = json!({"linux": {
-        "devices": [
-            {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0},
-            {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229}
-        ],
-        "resources": {"devices": [{"allow": false}, rule(195, 0, "rwm"), rule(10, 229, "rwm"), rule(1, 3, "rwm")]}
-    }});
+    let mut spec = spec(
+        &[device("/dev/nvidia0", 195, 0), device("/dev/fuse", 10, 229)],
+        &[rule(195, 0, "rwm"), rule(10, 229, "rwm"), rule(1, 3, "rwm")],
+    );
     let host = Host::at("/nowhere");
     let e = Devices { remap: &remap }.apply(&host, &mut spec.clone());
     let e = e.unwrap_err().to_string();

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use cryopod_archive::container::surroundings::MountKind;
 use cryopod_host::files::Host;
+use cryopod_host::processes::stat::StatusFile;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
@@ -39,12 +40,9 @@ pub fn of(spec: &Spec) -> Vec<u8> {
 
 /// User and group of a process, as the host numbers them.
 pub fn owner(host: &Host, pid: i32) -> Option<(u32, u32)> {
-    let status = host.text(format!("/proc/{pid}/status")).ok()?;
-    let effective = |name: &str| {
-        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-        line.split_whitespace().nth(1)?.parse().ok()
-    };
-    Some((effective("Uid:")?, effective("Gid:")?))
+    let status = StatusFile::read(host, pid);
+    let effective = |name| status.numbers(name)?.get(1).copied();
+    Some((effective("Uid")?, effective("Gid")?))
 }
 
 /// Writes the file below the container's root, which no link can lead out of.
