@@ -88,19 +88,16 @@ impl ReportLine {
 
     fn note(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
-            name,
             status: CheckStatus::Note,
-            found: found.into(),
             remedy: Some(remedy.into()),
+            ..Self::ok(name, found)
         }
     }
 
     fn missing(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
-            name,
             status: CheckStatus::Missing,
-            found: found.into(),
-            remedy: Some(remedy.into()),
+            ..Self::note(name, found, remedy)
         }
     }
 }
@@ -175,4 +172,37 @@ fn table(lines: &[ReportLine]) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::path::Path;
+
+    use cryopod_host::programs::{Output, ToolError};
+
+    use super::*;
+
+    /// Programs by name, with a fixed output.
+    pub struct Says(pub &'static [(&'static str, &'static str)]);
+    impl Tools for Says {
+        fn find(&self, name: &str) -> Option<PathBuf> {
+            self.0
+                .iter()
+                .any(|(n, _)| *n == name)
+                .then(|| Path::new("/bin").join(name))
+        }
+        fn output(&self, program: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+            let said = self
+                .0
+                .iter()
+                .find(|(n, _)| program.ends_with(n))
+                .map_or("", |(_, s)| s);
+            Ok(Output {
+                code: 0,
+                stdout: said.into(),
+                stderr: String::new(),
+            })
+        }
+    }
 }

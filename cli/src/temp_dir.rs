@@ -53,6 +53,7 @@ impl LockedTempDir {
         Self::within(Path::new(&dir.unwrap_or_else(|| "/var/tmp".into())), holds)
     }
 
+    /// Creates a directory in this one, and removes leftovers there.
     pub fn within(parent: &Path, holds: Holds) -> anyhow::Result<Self> {
         clean(parent, holds);
         let cannot = || {
@@ -79,10 +80,12 @@ impl LockedTempDir {
         bail!(cannot())
     }
 
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
+    /// Returns its path; it is not removed any more.
     pub fn keep(self) -> PathBuf {
         self.dir.keep()
     }

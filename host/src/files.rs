@@ -19,6 +19,7 @@ pub struct Host {
 }
 
 impl Host {
+    /// Returns this host as it is: its files below `/`.
     pub fn system() -> Self {
         Self { root: "/".into() }
     }
@@ -28,6 +29,7 @@ impl Host {
         Self { root: root.into() }
     }
 
+    /// Returns the directory that stands for the host's root.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -87,6 +89,7 @@ impl Host {
             .then(|| split_rdev(meta.rdev()))
     }
 
+    /// Returns true if this path of the host is a directory.
     pub fn is_dir(&self, path: impl AsRef<Path>) -> bool {
         self.path(path).is_dir()
     }

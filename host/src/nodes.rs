@@ -174,29 +174,26 @@ pub fn same_kind(a: &str, b: &str) -> bool {
 /// The names under which the kernel lists the driver of the node at `path` in `/proc/devices`, and the major that is
 /// the driver's on every host, if there is one.
 fn drivers(path: &str) -> (&'static [&'static str], Option<u64>) {
-    let Some(name) = path.strip_prefix("/dev/") else {
-        return (&[], None);
-    };
-    if name == "kfd" {
-        (&["kfd"], None)
-    } else if name.starts_with("dri/") {
-        (&["drm"], Some(DRM_MAJOR))
-    } else if name.starts_with("nvidia-uvm") {
-        (&["nvidia-uvm"], None)
-    } else if name.starts_with("nvidia-caps-imex") {
-        (&["nvidia-caps-imex-channels"], None)
-    } else if name.starts_with("nvidia-caps") {
-        (&["nvidia-caps"], None)
-    } else if name.starts_with("nvidia-nvswitch") {
-        (&["nvidia-nvswitch"], None)
-    } else if name.starts_with("nvidia-nvlink") {
-        (&["nvidia-nvlink"], None)
-    } else if name.starts_with("nvidia-vgpu") {
-        (&["nvidia-vgpu", "nvidia-vgpu-vfio"], None)
-    } else {
-        let names = &["nvidia", "nvidiactl", "nvidia-frontend", "nvidia-modeset"];
-        (names, Some(NVIDIA_MAJOR))
-    }
+    // The first beginning that fits.
+    const DRIVERS: [(&str, &[&str], Option<u64>); 9] = [
+        ("kfd", &["kfd"], None),
+        ("dri/", &["drm"], Some(DRM_MAJOR)),
+        ("nvidia-uvm", &["nvidia-uvm"], None),
+        ("nvidia-caps-imex", &["nvidia-caps-imex-channels"], None),
+        ("nvidia-caps", &["nvidia-caps"], None),
+        ("nvidia-nvswitch", &["nvidia-nvswitch"], None),
+        ("nvidia-nvlink", &["nvidia-nvlink"], None),
+        ("nvidia-vgpu", &["nvidia-vgpu", "nvidia-vgpu-vfio"], None),
+        (
+            "",
+            &["nvidia", "nvidiactl", "nvidia-frontend", "nvidia-modeset"],
+            Some(NVIDIA_MAJOR),
+        ),
+    ];
+    let name = path.strip_prefix("/dev/");
+    let fits = |name: &str| DRIVERS.iter().find(|(start, ..)| name.starts_with(start));
+    name.and_then(fits)
+        .map_or((&[], None), |(_, names, major)| (*names, *major))
 }
 
 /// Checks in this host's `/proc/devices` that `major` belongs to the driver of the node `path`.

@@ -57,6 +57,7 @@ impl Spec {
         Ok(Self { json })
     }
 
+    /// Takes a spec that is parsed already; nothing in it is checked.
     pub fn from_json(json: Value) -> Self {
         Self { json }
     }

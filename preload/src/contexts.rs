@@ -17,6 +17,7 @@ fn contexts() -> MutexGuard<'static, Vec<Context>> {
     CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Notes a context, once; `primary` is the device whose primary context it is.
 pub fn add(handle: usize, primary: Option<i32>) {
     let mut contexts = contexts();
     if contexts.iter().all(|context| context.handle != handle) {
@@ -24,10 +25,12 @@ pub fn add(handle: usize, primary: Option<i32>) {
     }
 }
 
+/// Forgets a context that has ended.
 pub fn remove(handle: usize) {
     contexts().retain(|context| context.handle != handle);
 }
 
+/// Returns the handles of all contexts.
 pub fn all() -> Vec<usize> {
     contexts().iter().map(|context| context.handle).collect()
 }

@@ -81,6 +81,7 @@ struct Driver {
 /// The C library's `dlsym`, for the jump in this library's.
 pub static REAL_DLSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
+/// Returns the C library's `dlsym`. Aborts if there is none.
 pub fn real_dlsym() -> unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void {
     let mut found = REAL_DLSYM.load(SeqCst);
     for version in [c"GLIBC_2.34", c"GLIBC_2.2.5"] {

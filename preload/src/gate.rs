@@ -132,6 +132,7 @@ fn is_used() -> bool {
             .any(|word| word.load(SeqCst) != 0)
 }
 
+/// Opens the gate and wakes all that wait.
 pub fn open() {
     GATE.store(OPEN, SeqCst);
     let _ = futex::wake(&GATE, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
@@ -141,14 +142,17 @@ pub fn open() {
 static CAPTURES: AtomicU32 = AtomicU32::new(0);
 static UNHELD: AtomicU32 = AtomicU32::new(0);
 
+/// Returns true while a graph is being captured on any stream.
 pub fn is_capturing() -> bool {
     CAPTURES.load(SeqCst) > 0
 }
 
+/// Counts a capture that has begun.
 pub fn capture_began() {
     CAPTURES.fetch_add(1, SeqCst);
 }
 
+/// Counts a capture that has ended.
 pub fn capture_ended() {
     let less = |captures: u32| Some(captures.saturating_sub(1));
     let _ = CAPTURES.fetch_update(SeqCst, SeqCst, less);
@@ -159,6 +163,7 @@ pub fn cannot_hold_all() {
     UNHELD.store(1, SeqCst);
 }
 
+/// Returns true unless [`cannot_hold_all`] was called.
 pub fn holds_all() -> bool {
     UNHELD.load(SeqCst) == 0
 }

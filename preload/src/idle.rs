@@ -9,6 +9,7 @@ use std::time::Instant;
 pub const RELAXED: u32 = 2;
 pub const STACK: usize = 256 << 10;
 
+/// Blocks all signals in this thread: they are the program's.
 pub fn block_signals() {
     // SAFETY: a set of this thread's own, filled and applied.
     unsafe {

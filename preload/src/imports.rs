@@ -39,10 +39,12 @@ pub fn multicast() -> bool {
     MULTICAST.load(SeqCst)
 }
 
+/// Notes that the process has used multicast memory.
 pub fn multicast_used() {
     MULTICAST.store(true, SeqCst);
 }
 
+/// Notes a mapping of a handle at an address, if the handle is another process's.
 pub fn mapped(address: u64, handle: u64) {
     let mut imports = imports();
     if imports.handles.contains(&handle) {
@@ -50,11 +52,13 @@ pub fn mapped(address: u64, handle: u64) {
     }
 }
 
+/// Forgets the mappings in a range of addresses.
 pub fn unmapped(address: u64, bytes: u64) {
     let end = address.saturating_add(bytes);
     imports().mapped.retain(|at| !(address..end).contains(at));
 }
 
+/// Forgets a handle.
 pub fn released(handle: u64) {
     imports().handles.remove(&handle);
 }

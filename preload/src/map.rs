@@ -97,6 +97,7 @@ pub fn is_id(handle: u64) -> bool {
 }
 
 impl Map {
+    /// Returns a map without memory.
     pub const fn new() -> Self {
         Self {
             pieces: BTreeMap::new(),
@@ -123,6 +124,7 @@ impl Map {
         id
     }
 
+    /// Returns the piece with this id.
     pub fn piece(&mut self, id: u64) -> Option<&mut Piece> {
         self.pieces.get_mut(&id)
     }
@@ -150,10 +152,12 @@ impl Map {
         self.drop_unused(id)
     }
 
+    /// Returns true if the program holds a reference to this piece.
     pub fn is_referred_to(&self, id: u64) -> bool {
         self.pieces.get(&id).is_some_and(|p| p.references > 0)
     }
 
+    /// Notes that a part of a piece is mapped at an address.
     pub fn map(&mut self, address: u64, bytes: u64, offset: u64, id: u64) {
         let mapping = Mapping {
             piece: id,

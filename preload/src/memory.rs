@@ -299,10 +299,12 @@ pub fn properties(handle: u64) -> Option<Properties> {
     memory().map.piece(handle).map(|piece| piece.properties)
 }
 
+/// `cuMemRetainAllocationHandle`: returns our id; `None`: the memory is the driver's.
 pub fn retain(address: u64) -> Option<u64> {
     memory().map.retain(address)
 }
 
+/// Notes that a part of our memory is mapped at an address.
 pub fn mapped(address: u64, bytes: u64, offset: u64, id: u64) {
     let mut memory = memory();
     if memory.map.piece(id).is_some() {
@@ -310,12 +312,14 @@ pub fn mapped(address: u64, bytes: u64, offset: u64, id: u64) {
     }
 }
 
+/// Forgets the mappings in a range, and releases memory that nothing refers to any more.
 pub fn unmapped(address: u64, bytes: u64) {
     for handle in memory().map.unmap(address, bytes) {
         let _ = release_physical(handle);
     }
 }
 
+/// Notes which devices may use a range.
 pub fn allowed(address: u64, bytes: u64, access: &[Access]) {
     memory().map.allow(address, bytes, access);
 }

@@ -40,6 +40,7 @@ impl StartRequest {
         }
     }
 
+    /// Returns the runtime's options, if containerd sends any.
     pub fn options(&self) -> Option<Any> {
         match self {
             Self::Options(any) => Some(any.clone()),

@@ -38,10 +38,12 @@ pub struct StatePlace {
 }
 
 impl StatePlace {
+    /// Returns the runtime's state directory of the container.
     pub fn directory(&self) -> PathBuf {
         self.root.join(&self.id)
     }
 
+    /// Ends the processes and removes the cgroups that a failed restore has left.
     pub fn end(&self) {
         if self.id.is_empty() {
             return;

@@ -63,6 +63,7 @@ pub enum Error {
 }
 
 impl Error {
+    /// Returns a function that adds to an I/O error what could not be done.
     pub fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

@@ -38,6 +38,7 @@ const START: Duration = Duration::from_secs(10);
 /// Time limit for calls during a shutdown; containerd gives `delete` five seconds in all.
 const SHORT: Duration = Duration::from_secs(1);
 
+/// Prints the stock shim's answer to `-info`.
 pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
     answer(&stock::run(args, &[], &stdin(true))?)
 }

@@ -49,6 +49,7 @@ pub fn decode(any: Option<&Any>) -> Result<Options, OptionsError> {
     }
 }
 
+/// Returns the options in containerd's own form for runc.
 pub fn encode(options: &Options) -> Result<Any, OptionsError> {
     let mut any = Any::new();
     any.type_url = RUNC.into();

@@ -24,6 +24,7 @@ pub struct Record {
 }
 
 impl Record {
+    /// Writes the record into a bundle.
     pub fn write(&self, bundle: &Path) -> io::Result<()> {
         fs::write(bundle.join(FILE), serde_json::to_vec(self)?)
     }

@@ -18,10 +18,12 @@ pub const RUNTIME_ENV: &str = "CRYOPOD_RUNTIME";
 const NAME: &str = "containerd-shim-runc-v2";
 const RUNTIME: &str = "cryopod-runtime";
 
+/// Finds containerd's own shim.
 pub fn shim() -> Result<PathBuf, Error> {
     find(ENV, NAME).ok_or(Error::NoStockShim)
 }
 
+/// Finds cryopod-runtime.
 pub fn runtime() -> Result<PathBuf, Error> {
     find(RUNTIME_ENV, RUNTIME).ok_or(Error::NoRuntime)
 }

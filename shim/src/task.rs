@@ -75,6 +75,7 @@ pub struct PackedCheckpoint {
 }
 
 impl Watched {
+    /// Returns the checkpoint that this call asks for, if it is one.
     pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
         match &self.call {
             TaskCall::Checkpoint(images) => Some(PackedCheckpoint {
@@ -119,6 +120,7 @@ impl Tasks {
         }
     }
 
+    /// Decides what happens to a request, and what of its response must be decoded.
     pub fn request(&self, request: &Request) -> (Fate, Option<Watched>) {
         if !rpc::TASK_SERVICES.contains(&request.service.as_str()) {
             return (Fate::Pass, None);
@@ -144,6 +146,7 @@ impl Tasks {
         }
     }
 
+    /// Changes a response that [`Self::request`] asked for.
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
@@ -240,13 +243,14 @@ impl Tasks {
 
     /// Handles Wait and Kill of a container that has a pid for the engine, but no process in the stock shim.
     fn pretend(&self, request: &Request) -> Option<Fate> {
+        let payload = &request.payload;
         let (id, exec) = match request.method.as_str() {
             "Wait" => {
-                let r = WaitRequest::parse_from_bytes(&request.payload).ok()?;
+                let r: WaitRequest = parsed(payload)?;
                 (r.id, r.exec_id)
             }
             "Kill" => {
-                let r = KillRequest::parse_from_bytes(&request.payload).ok()?;
+                let r: KillRequest = parsed(payload)?;
                 (r.id, r.exec_id)
             }
             _ => return None,
@@ -438,37 +442,26 @@ impl Tasks {
     fn watch(&self, request: &Request) -> Option<Watched> {
         let payload = &request.payload;
         let (call, id, exec) = match request.method.as_str() {
-            "Start" => {
-                let r = StartRequest::parse_from_bytes(payload).ok()?;
-                (TaskCall::Start, r.id, r.exec_id)
-            }
-            "State" => {
-                let r = StateRequest::parse_from_bytes(payload).ok()?;
-                (TaskCall::State, r.id, r.exec_id)
+            "Start" => parsed(payload).map(|r: StartRequest| (TaskCall::Start, r.id, r.exec_id))?,
+            "State" => parsed(payload).map(|r: StateRequest| (TaskCall::State, r.id, r.exec_id))?,
+            "Delete" => {
+                parsed(payload).map(|r: DeleteRequest| (TaskCall::Delete, r.id, r.exec_id))?
             }
             "Connect" => {
-                let r = ConnectRequest::parse_from_bytes(payload).ok()?;
+                let r: ConnectRequest = parsed(payload)?;
                 (TaskCall::Connect, r.id, String::new())
             }
             "Checkpoint" => {
-                let r = CheckpointTaskRequest::parse_from_bytes(payload).ok()?;
+                let r: CheckpointTaskRequest = parsed(payload)?;
                 (TaskCall::Checkpoint(r.path.into()), r.id, String::new())
             }
-            "Delete" => {
-                let r = DeleteRequest::parse_from_bytes(payload).ok()?;
-                (TaskCall::Delete, r.id, r.exec_id)
-            }
             "Resume" => {
-                let r = ResumeRequest::parse_from_bytes(payload).ok()?;
+                let r: ResumeRequest = parsed(payload)?;
                 (TaskCall::Resume(payload.clone()), r.id, String::new())
             }
             _ => return None,
         };
-        if exec.is_empty() {
-            self.watched(call, id)
-        } else {
-            None
-        }
+        self.watched(call, id).filter(|_| exec.is_empty())
     }
 
     fn watched(&self, call: TaskCall, id: String) -> Option<Watched> {
@@ -528,6 +521,10 @@ impl Tasks {
             status.set_message(format!("{reason} ({})", status.message()));
         }
     }
+}
+
+fn parsed<M: Message>(payload: &[u8]) -> Option<M> {
+    M::parse_from_bytes(payload).ok()
 }
 
 #[cfg(test)]

@@ -19,6 +19,20 @@ fn create(bundle: &Path) -> CreateTaskRequest {
     create
 }
 
+/// Tasks that have the container `c1`, and what is remembered of its creation.
+fn created(bundle: &Path) -> (Tasks, Option<Watched>) {
+    let tasks = tasks();
+    let (_, watched) = tasks.request(&made("Create", create(bundle).write_to_bytes().unwrap()));
+    (tasks, watched)
+}
+
+fn changed(fate: Fate) -> Request {
+    match fate {
+        Fate::Changed(changed) => changed,
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn create_gets_our_runtime_and_keeps_the_rest() {
     let bundle = tempfile::tempdir().unwrap();
@@ -35,9 +49,7 @@ fn create_gets_our_runtime_and_keeps_the_rest() {
         .unwrap();
         let tasks = tasks();
         let (fate, watched) = tasks.request(&made("Create", create.write_to_bytes().unwrap()));
-        let Fate::Changed(changed) = fate else {
-            panic!("{fate:?}")
-        };
+        let changed = changed(fate);
         assert!(watched.is_some());
         assert_eq!(
             tasks.lock()["c1"].place.directory(),
@@ -79,11 +91,7 @@ fn a_failed_checkpoint_says_why() {
         "{\"level\":\"error\",\"msg\":\"cryopod: an old one\"}\n",
     )
     .unwrap();
-    let tasks = tasks();
-    tasks.request(&made(
-        "Create",
-        create(bundle.path()).write_to_bytes().unwrap(),
-    ));
+    let (tasks, _) = created(bundle.path());
     let mut checkpoint = CheckpointTaskRequest::new();
     checkpoint.id = "c1".into();
     let request = made("Checkpoint", checkpoint.write_to_bytes().unwrap());
@@ -104,11 +112,7 @@ fn a_failed_checkpoint_says_why() {
 #[test]
 fn a_container_that_is_deleted_is_forgotten() {
     let bundle = tempfile::tempdir().unwrap();
-    let tasks = tasks();
-    let (_, created) = tasks.request(&made(
-        "Create",
-        create(bundle.path()).write_to_bytes().unwrap(),
-    ));
+    let (tasks, created) = created(bundle.path());
     tasks.response(created.unwrap(), Response::new());
     let mut delete = DeleteRequest::new();
     delete.id = "c1".into();
@@ -129,9 +133,7 @@ fn in_place_of_the_stock_shim_a_container_keeps_its_runtime() {
     create.options = MessageField::some(options::encode(&named).unwrap());
     let request = made("Create", create.write_to_bytes().unwrap());
     let (fate, _) = Tasks::new(None, Address("/none".into()), "default").request(&request);
-    let Fate::Changed(changed) = fate else {
-        panic!("{fate:?}")
-    };
+    let changed = changed(fate);
     let got = CreateTaskRequest::parse_from_bytes(&changed.payload).unwrap();
     assert_eq!(options::decode(got.options.as_ref()).unwrap(), named);
 }
@@ -139,11 +141,7 @@ fn in_place_of_the_stock_shim_a_container_keeps_its_runtime() {
 #[test]
 fn an_annotation_ends_what_no_engine_ends() {
     let bundle = tempfile::tempdir().unwrap();
-    let tasks = tasks();
-    tasks.request(&made(
-        "Create",
-        create(bundle.path()).write_to_bytes().unwrap(),
-    ));
+    let (tasks, _) = created(bundle.path());
     let mut checkpoint = CheckpointTaskRequest::new();
     checkpoint.id = "c1".into();
     let request = |c: &CheckpointTaskRequest| made("Checkpoint", c.write_to_bytes().unwrap());
@@ -151,9 +149,7 @@ fn an_annotation_ends_what_no_engine_ends() {
     let spec = r#"{"annotations":{"dev.cryopod.checkpoint.exit":"on"}}"#;
     std::fs::write(bundle.path().join("config.json"), spec).unwrap();
     let (fate, watched) = tasks.request(&request(&checkpoint));
-    let Fate::Changed(changed) = fate else {
-        panic!("{fate:?}")
-    };
+    let changed = changed(fate);
     assert!(watched.is_some());
     let got = CheckpointTaskRequest::parse_from_bytes(&changed.payload).unwrap();
     assert_eq!(got.options.value, [8, 1]);

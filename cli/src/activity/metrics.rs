@@ -29,13 +29,8 @@ type Sample<'a> = (Vec<(&'a str, &'a str)>, String);
 fn text(totals: &Totals) -> String {
     let mut out = String::new();
     let version = vec![("version", env!("CARGO_PKG_VERSION"))];
-    metric(
-        &mut out,
-        "cryopod_build_info",
-        "gauge",
-        "The version of cryopod that wrote these numbers.",
-        vec![(version, "1".into())],
-    );
+    let what = "build_info gauge The version of cryopod that wrote these numbers.";
+    metric(&mut out, what, vec![(version, "1".into())]);
     let all = &totals.operations;
     let each = |sample: &dyn Fn(&metrics::OperationCounts) -> String| -> Vec<Sample<'_>> {
         let samples = all
@@ -60,66 +55,60 @@ fn text(totals: &Totals) -> String {
             bytes.push((own("kind", kind.as_str()), n.to_string()));
         }
     }
-    for (name, kind, help, samples) in [
+    let totals = each(&|op| seconds(op.micros));
+    let (ends, lasts) = (
+        each(&|op| op.last_at.to_string()),
+        each(&|op| seconds(op.last_micros)),
+    );
+    for (what, samples) in [
+        ("operations_total counter Operations, by result.", results),
         (
-            "cryopod_operations_total",
-            "counter",
-            "Operations, by result.",
-            results,
-        ),
-        (
-            "cryopod_failures_total",
-            "counter",
-            "Operations that failed, by reason.",
+            "failures_total counter Operations that failed, by reason.",
             reasons,
         ),
         (
-            "cryopod_operation_seconds_total",
-            "counter",
-            "Seconds of the operations that succeeded.",
-            each(&|op| seconds(op.micros)),
+            "operation_seconds_total counter Seconds of the operations that succeeded.",
+            totals,
         ),
         (
-            "cryopod_step_seconds_total",
-            "counter",
-            "Seconds of the steps of operations that succeeded, of the slowest process.",
+            "step_seconds_total counter Seconds of the steps of operations that succeeded, of the slowest process.",
             steps,
         ),
         (
-            "cryopod_bytes_total",
-            "counter",
-            "Bytes of the operations that succeeded, by kind.",
+            "bytes_total counter Bytes of the operations that succeeded, by kind.",
             bytes,
         ),
         (
-            "cryopod_last_success_timestamp_seconds",
-            "gauge",
-            "When the last operation that succeeded ended.",
-            each(&|op| op.last_at.to_string()),
+            "last_success_timestamp_seconds gauge When the last operation that succeeded ended.",
+            ends,
         ),
         (
-            "cryopod_last_success_seconds",
-            "gauge",
-            "How long the last operation that succeeded took.",
-            each(&|op| seconds(op.last_micros)),
+            "last_success_seconds gauge How long the last operation that succeeded took.",
+            lasts,
         ),
     ] {
-        metric(&mut out, name, kind, help, samples);
+        metric(&mut out, what, samples);
     }
     out
 }
 
-fn metric(out: &mut String, name: &str, kind: &str, help: &str, samples: Vec<Sample<'_>>) {
+/// `what`: the metric's name, its kind and its help.
+fn metric(out: &mut String, what: &str, samples: Vec<Sample<'_>>) {
+    let mut words = what.splitn(3, ' ').map(str::to_owned);
+    let [name, kind, help] = std::array::from_fn(|_| words.next().unwrap_or_default());
     if samples.is_empty() {
         return;
     }
-    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    let _ = writeln!(
+        out,
+        "# HELP cryopod_{name} {help}\n# TYPE cryopod_{name} {kind}"
+    );
     for (labels, value) in samples {
         let labels: Vec<String> = labels
             .iter()
             .map(|(key, value)| format!("{key}=\"{}\"", escaped(value)))
             .collect();
-        let _ = writeln!(out, "{name}{{{}}} {value}", labels.join(","));
+        let _ = writeln!(out, "cryopod_{name}{{{}}} {value}", labels.join(","));
     }
 }
 

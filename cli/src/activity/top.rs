@@ -14,7 +14,7 @@ use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_operations::run::progress::{self, Running};
 
-use crate::terminal::ui::{bytes, plain};
+use crate::terminal::ui::{bytes, columns, plain};
 
 /// How much of the end of CRIU's log is searched for the driver's steps.
 const LOG_TAIL: u64 = 256 << 10;
@@ -188,17 +188,9 @@ fn last_step(log: &str) -> Option<String> {
         let (_, rest) = line.split_once("process ")?;
         let (pid, rest) = rest.split_once(": ")?;
         let (step, took) = rest.split_once(" in ")?;
-        let known = [
-            "query",
-            "lock",
-            "checkpoint",
-            "restore",
-            "unlock",
-            "vram",
-            "preload",
-        ];
-        (pid.parse::<i32>().is_ok() && took.ends_with(" ms") && known.contains(&step))
-            .then(|| step.to_owned())
+        let known = "query lock checkpoint restore unlock vram preload";
+        let known = known.split(' ').any(|known| known == step);
+        (known && pid.parse::<i32>().is_ok() && took.ends_with(" ms")).then(|| step.to_owned())
     })
 }
 
@@ -280,32 +272,20 @@ fn table(seen: &[SeenBytes]) -> String {
     let rows: Vec<[String; 8]> = std::iter::once(HEAD.map(str::to_owned))
         .chain(seen.iter().map(cells))
         .collect();
-    let width = |i: usize| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
-    let line = |row: &[String; 8]| {
-        let cells = row.iter().zip(&widths);
-        let cells: Vec<String> = cells
-            .map(|(cell, width)| format!("{cell:<width$}"))
-            .collect();
-        format!("{}\n", cells.join("  ").trim_end())
-    };
-    rows.iter().map(line).collect()
+    columns(&rows, &[])
 }
 
 /// One line of a log.
 fn line(seen: &SeenBytes) -> String {
     let [pid, operation, name, step, time, done, rate, left] = cells(seen);
-    let left = if left == "-" {
-        String::new()
-    } else {
-        format!(", {left} left")
-    };
-    let rate = if rate == "-" {
-        String::new()
-    } else {
-        format!(", {rate}")
-    };
-    format!("{operation} of {name} ({pid}): {step}, {time}: {done}{rate}{left}")
+    let mut text = format!("{operation} of {name} ({pid}): {step}, {time}: {done}");
+    if rate != "-" {
+        text += &format!(", {rate}");
+    }
+    if left != "-" {
+        text += &format!(", {left} left");
+    }
+    text
 }
 
 fn json(seen: &[SeenBytes]) -> serde_json::Value {

@@ -182,6 +182,7 @@ impl PackMethod {
         self.threads
     }
 
+    /// Returns true if only errors are printed.
     pub fn quiet(&self) -> bool {
         self.quiet
     }

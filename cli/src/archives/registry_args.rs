@@ -41,6 +41,7 @@ pub struct RegistryAccess {
 }
 
 impl RegistryAccess {
+    /// Returns them with the verb's own `--quiet`.
     pub fn with(&self, quiet: bool) -> RegistryArgs {
         RegistryArgs {
             tls_verify: self.tls_verify,
@@ -52,6 +53,7 @@ impl RegistryAccess {
 }
 
 impl RegistryArgs {
+    /// Returns true if only errors are printed.
     pub fn quiet(&self) -> bool {
         self.quiet
     }
@@ -82,6 +84,7 @@ impl RegistryArgs {
     }
 }
 
+/// Formats what a transfer moved, and the digest.
 pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
     let there = match done.skipped {
         0 => String::new(),

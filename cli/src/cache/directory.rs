@@ -51,6 +51,7 @@ pub struct CacheOrigin {
 }
 
 impl CacheOrigin {
+    /// Returns the name of its directory in the cache.
     pub fn key(&self) -> String {
         // No digest has a line break.
         let text = format!("{}\n{}", self.digest, self.place);
@@ -92,6 +93,7 @@ impl Cache {
         })
     }
 
+    /// Returns the directory of a checkpoint in the cache.
     pub fn path_of(&self, key: &str) -> PathBuf {
         self.path.join(key)
     }

@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::{Context, Error, anyhow, bail};
 use cryopod_amd::image::{self as amd_image, Images};
 use cryopod_archive::container::carried::IMAGE;
 use cryopod_archive::container::engine as engine_records;
@@ -101,25 +102,25 @@ pub fn run(ask: &ArchiveQuestion<'_>) -> anyhow::Result<ExitCode> {
     match answer(ask) {
         Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),
         Err(why) => {
-            eprintln!("cryopod: {}", printable(&why));
+            eprintln!("cryopod: {}", printable(&crate::one_line(&why)));
             Ok(ExitCode::from(UNUSABLE))
         }
     }
 }
 
-fn answer(ask: &ArchiveQuestion<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
+fn answer(ask: &ArchiveQuestion<'_>) -> anyhow::Result<(Checkpoint, RestoreAnswer)> {
     if let Some(name) = ask.off.iter().find(|name| !switches::known(name)) {
-        return Err(format!(
+        bail!(
             "--off {name}: no such check; there are {}",
             switches::names()
-        ));
+        );
     }
-    let mut config = Config::load().map_err(|e| e.to_string())?;
+    let mut config = Config::load()?;
     program::prefer_over_host(&config);
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
         map.parse::<cryopod_gpu_plan::mapping::gpumap::Wish>()
-            .map_err(|e| format!("--map: {e}"))?;
+            .map_err(|e| anyhow!("--map: {e}"))?;
         config.gpu.map = Some(map.to_owned());
         checkpoint.spec = checkpoint
             .spec
@@ -145,7 +146,8 @@ fn answer(ask: &ArchiveQuestion<'_>) -> Result<(Checkpoint, RestoreAnswer), Stri
     };
     let switches = Switches::gather(&checkpoint.spec, &config.checks, &|name| {
         std::env::var(name).ok()
-    })?
+    })
+    .map_err(Error::msg)?
     .without(ask.off);
     let criu = criu::find(&tools, config.limits.tool());
     let nvidia = plugins::uses(metadata, Vendor::Nvidia);
@@ -170,8 +172,7 @@ fn answer(ask: &ArchiveQuestion<'_>) -> Result<(Checkpoint, RestoreAnswer), Stri
         agent: means.agent.as_ref().map(|a| &a.ready),
         amd: Some(&checkpoint.amd),
         freed: 0,
-    })
-    .map_err(|e| e.to_string())?;
+    })?;
     let compressed = compressed::of_inventory(&checkpoint.inventory, criu.as_ref());
     answer.other.extend(compressed);
     answer.other.extend(away(ask, &config, &checkpoint));
@@ -196,7 +197,7 @@ fn away(ask: &ArchiveQuestion<'_>, config: &Config, checkpoint: &Checkpoint) -> 
     ))
 }
 
-fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
+fn open(ask: &ArchiveQuestion<'_>) -> anyhow::Result<Checkpoint> {
     let limits = Limits {
         small_file_bytes: 256 << 20,
         small_total_bytes: 1 << 30,
@@ -218,7 +219,7 @@ fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
             || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
             || file_sizes::is_wanted(name)
     };
-    let identities = identities().map_err(|e| e.to_string())?;
+    let identities = identities()?;
     let decoded = Decoding::of(ask.path).run(|| {
         let volumes = RefCell::new(BTreeSet::new());
         let has_image = Cell::new(false);
@@ -259,14 +260,14 @@ fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
         all.extend(files.into_values().flatten());
         Ok(all)
     });
-    let (about, files) = files_of(&decoded.map_err(|e| e.to_string())?)?;
+    let (about, files) = files_of(&decoded?)?;
     let (kind, grown) = (about.kind.clone(), about.grown.clone());
     let records = records(ask.path, &files, about)?;
     let mut amd = Images::default();
     for (name, bytes) in &files {
         let name = name.rsplit('/').next().unwrap_or(name);
         amd.add(name, bytes)
-            .map_err(|e| format!("{}: {e}", ask.path.display()))?;
+            .map_err(|e| anyhow!("{}: {e}", ask.path.display()))?;
     }
     let metadata = metadata(ask.path, &files)?;
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
@@ -274,7 +275,7 @@ fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
     let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
     Ok(Checkpoint {
         kind,
-        reference: reference.transpose().map_err(|e| e.to_string())?,
+        reference: reference.transpose()?,
         metadata,
         grown,
         spec: spec(&files),
@@ -305,8 +306,8 @@ struct AboutCheckpoint {
     files: Vec<(String, usize)>,
 }
 
-fn files_of(decoded: &[u8]) -> Result<(AboutCheckpoint, BTreeMap<String, Vec<u8>>), String> {
-    let nonsense = || "the process that decodes it makes no sense".to_owned();
+fn files_of(decoded: &[u8]) -> anyhow::Result<(AboutCheckpoint, BTreeMap<String, Vec<u8>>)> {
+    let nonsense = || anyhow!("the process that decodes it makes no sense");
     let end = decoded
         .iter()
         .position(|b| *b == b'\n')
@@ -327,7 +328,7 @@ fn records(
     path: &Path,
     files: &BTreeMap<String, Vec<u8>>,
     about: AboutCheckpoint,
-) -> Result<engine::Records, String> {
+) -> anyhow::Result<engine::Records> {
     let json = |name: &str| -> Value {
         let text = files.get(name);
         text.and_then(|text| serde_json::from_slice(text).ok())
@@ -342,7 +343,7 @@ fn records(
         None => engine_records::read(files),
     };
     Ok(engine::Records {
-        facts: facts.map_err(|e| format!("{}: {e}", path.display()))?,
+        facts: facts.with_context(|| path.display().to_string())?,
         config: json(names::CONFIG_DUMP),
         network_status: json(names::NETWORK_STATUS),
         volumes: about.volumes,
@@ -350,13 +351,12 @@ fn records(
     })
 }
 
-fn metadata(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Option<Metadata>, String> {
+fn metadata(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> anyhow::Result<Option<Metadata>> {
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
     let Some(text) = files.get(&name) else {
         return Ok(None);
     };
-    let metadata = Metadata::parse(text, &path.join(&name)).map_err(|e| e.to_string())?;
-    Ok(Some(metadata))
+    Ok(Some(Metadata::parse(text, &path.join(&name))?))
 }
 
 /// Reads the container's spec, if the archive has it, for its annotations and limits.

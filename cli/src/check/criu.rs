@@ -82,52 +82,32 @@ fn whose(path: &Path, hosts_own: Option<&Path>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-    use std::time::Duration;
-
     use cryopod_host::files::Host;
-    use cryopod_host::programs::{Output, ToolError, Tools};
 
     use super::super::CheckStatus;
+    use super::super::tests::Says;
     use super::*;
-
-    /// A CRIU that says this to everything; empty: none.
-    struct CriuCheck(&'static str);
-
-    impl Tools for CriuCheck {
-        fn find(&self, _: &str) -> Option<PathBuf> {
-            (self.0 != "none").then(|| "/usr/sbin/criu".into())
-        }
-
-        fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
-            Ok(Output {
-                code: 0,
-                stdout: self.0.into(),
-                stderr: String::new(),
-            })
-        }
-    }
 
     #[test]
     fn criu_must_be_there_and_new_enough() {
         for (says, want) in [
-            ("none", CheckStatus::Missing),
-            ("Version: 3.17.1\n", CheckStatus::Missing),
-            ("Version: 4.1.1\n", CheckStatus::Ok),
-            ("Version: 4.2\n", CheckStatus::Ok),
-            ("", CheckStatus::Missing),
+            (&[][..], CheckStatus::Missing),
+            (&[("criu", "Version: 3.17.1\n")], CheckStatus::Missing),
+            (&[("criu", "Version: 4.1.1\n")], CheckStatus::Ok),
+            (&[("criu", "Version: 4.2\n")], CheckStatus::Ok),
+            (&[("criu", "")], CheckStatus::Missing),
         ] {
             let mut lines = Vec::new();
             let input = CheckInput {
                 host: &Host::at("/nowhere"),
                 hosts_own: None,
-                tools: &CriuCheck(says),
+                tools: &Says(says),
                 root: true,
                 has_library: &|_| true,
             };
             check(&input, &mut lines);
             let line = lines.iter().find(|l| l.name == "criu").unwrap();
-            assert_eq!(line.status, want, "{says}");
+            assert_eq!(line.status, want, "{says:?}");
         }
     }
 

@@ -335,34 +335,8 @@ fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> ReportLine {
 #[cfg(test)]
 mod tests {
     use super::super::CheckStatus;
+    use super::super::tests::Says;
     use super::*;
-    use cryopod_host::programs::Tools;
-    use cryopod_host::programs::{Output, ToolError};
-    use std::path::PathBuf;
-    use std::time::Duration;
-
-    /// Programs by name, with a fixed output.
-    struct Says(&'static [(&'static str, &'static str)]);
-    impl Tools for Says {
-        fn find(&self, name: &str) -> Option<PathBuf> {
-            self.0
-                .iter()
-                .any(|(n, _)| *n == name)
-                .then(|| Path::new("/bin").join(name))
-        }
-        fn output(&self, program: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
-            let said = self
-                .0
-                .iter()
-                .find(|(n, _)| program.ends_with(n))
-                .map_or("", |(_, s)| s);
-            Ok(Output {
-                code: 0,
-                stdout: said.into(),
-                stderr: String::new(),
-            })
-        }
-    }
 
     #[test]
     fn versions_newer_than_tested() {

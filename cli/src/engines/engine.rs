@@ -68,12 +68,14 @@ impl EngineCall {
         self
     }
 
+    /// Gives it standard input; by default it has none.
     #[must_use]
     pub fn input(mut self, input: impl Into<Stdio>) -> Self {
         self.input = input.into();
         self
     }
 
+    /// Adds arguments.
     #[must_use]
     pub fn args<S: AsRef<OsStr>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
         self.args
@@ -81,6 +83,7 @@ impl EngineCall {
         self
     }
 
+    /// Adds an argument on a condition.
     #[must_use]
     pub fn flag(mut self, when: bool, arg: &str) -> Self {
         if when {

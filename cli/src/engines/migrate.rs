@@ -88,15 +88,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn supervise(args: &Args) -> anyhow::Result<ExitCode> {
     // podman may remove a container at its checkpoint (`--rm`).
     let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
-    let mut signals = SigSet::empty();
-    for signal in [
-        Signal::SIGCHLD,
-        Signal::SIGINT,
-        Signal::SIGTERM,
-        Signal::SIGHUP,
-    ] {
-        signals.add(signal);
-    }
+    use Signal::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+    let signals = SigSet::from_iter([SIGCHLD, SIGINT, SIGTERM, SIGHUP]);
     signals.thread_block()?;
     // What the killed child had started is this process's then.
     set_child_subreaper(true)?;

@@ -180,10 +180,12 @@ impl SuspendWork {
         Ok(Self { op, agent })
     }
 
+    /// Connects to the driver agent.
     pub fn connect(&self) -> anyhow::Result<Client> {
         Client::connect(&self.op.file(SOCKET)).context("the driver agent")
     }
 
+    /// Returns the options of a suspend; `directory` gets the VRAM files.
     pub fn how(&self, config: &Config, directory: Option<PathBuf>) -> anyhow::Result<How> {
         let vram = config.vram.config().map_err(anyhow::Error::msg)?;
         Ok(How {

@@ -134,6 +134,7 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
+/// Collects the facts of a checkpoint. Fails if one of its records cannot be read.
 pub fn of(source: &Source) -> anyhow::Result<Report> {
     let gathered = gather(source)?;
     let path = source.path();

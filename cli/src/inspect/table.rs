@@ -7,11 +7,12 @@ use cryopod_archive::criu::ProcessFacts;
 use cryopod_archive::vram::VramFacts;
 
 use super::report::{GpuProcessReport, Report};
-use crate::terminal::ui::{bytes, micros, plain};
+use crate::terminal::ui::{bytes, columns, micros, plain};
 
 /// Deepest process tree that is drawn as one.
 const MAX_DEPTH: usize = 32;
 
+/// Returns the whole output: the table of facts, then the processes.
 pub fn text(report: &Report) -> String {
     let mut out = String::new();
     for (name, value) in facts(report) {
@@ -300,23 +301,8 @@ fn processes(report: &Report, out: &mut String) {
             format!("{branch}{}", plain(&process.comm)),
         ]);
     }
-    let widths: Vec<usize> = (0..7)
-        .map(|i| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or(0))
-        .collect();
     out.push('\n');
-    for row in rows {
-        let cells: Vec<String> = row
-            .iter()
-            .zip(&widths)
-            .enumerate()
-            .map(|(i, (cell, width))| match i {
-                6 => cell.clone(),
-                2 => format!("{cell:<width$}"),
-                _ => format!("{cell:>width$}"),
-            })
-            .collect();
-        let _ = writeln!(out, "{}", cells.join("  ").trim_end());
-    }
+    out.push_str(&columns(&rows, &[0, 1, 3, 4, 5]));
 }
 
 /// Returns each process with its depth, children after their parents. The images are untrusted: a process whose parent
@@ -361,6 +347,7 @@ fn short(id: &str) -> String {
     }
 }
 
+/// Returns at most `max` characters, with dots where some are left out.
 pub fn shortened(text: &str, max: usize) -> String {
     if text.chars().count() <= max {
         return text.to_owned();

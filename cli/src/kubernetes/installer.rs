@@ -66,9 +66,7 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         }
         Args::Hold => {
             // As process 1 it ends by no signal that it does not wait for.
-            let mut ends = SigSet::empty();
-            ends.add(Signal::SIGTERM);
-            ends.add(Signal::SIGINT);
+            let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
             ends.thread_block()?;
             ends.wait()?;
             Ok(ExitCode::SUCCESS)

@@ -41,6 +41,7 @@ impl Change {
         })
     }
 
+    /// Returns the path that is changed.
     pub fn path(&self) -> &Path {
         match self {
             Self::File { path, .. } | Self::Link { path, .. } => path,

@@ -21,6 +21,7 @@ const PLUGIN_3: &str = "io.containerd.cri.v1.runtime";
 const RESTORES: &str = "enable_experimental_restore_via_create";
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// Returns the change of containerd's configuration, or of a file that it imports.
 pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
     let path = file(wanted);
     let before = change::read(wanted.host, &path)?;
@@ -235,6 +236,7 @@ fn unplace(item: &mut Item) {
     }
 }
 
+/// Returns the text without the runtime; `before` is what it was before the setup.
 pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String>> {
     let mut doc: DocumentMut = text.parse()?;
     let old: DocumentMut = before.unwrap_or_default().parse()?;

@@ -29,6 +29,7 @@ pub struct SetupRecord {
 }
 
 impl SetupRecord {
+    /// Reads the record of an engine; an empty one if there is none.
     pub fn read(host: &Host, engine: &str) -> anyhow::Result<Self> {
         let path = Path::new(DIRECTORY).join(engine).join(NAME);
         let mut record: Self = match change::read(host, &path)? {
@@ -221,6 +222,7 @@ impl SetupRecord {
         paths.map(Path::to_owned).collect()
     }
 
+    /// Returns true if the setup brought cryopod's own files.
     pub fn has_own_files(&self) -> bool {
         self.own_files
     }
@@ -255,8 +257,10 @@ mod tests {
         .unwrap()
     }
 
-    fn cut(_: &Path, text: &str, _: Option<&str>) -> anyhow::Result<Option<String>> {
-        Ok(Some(text.replace("ours\n", "")))
+    fn undone(host: &Host) -> Vec<Change> {
+        let cut = |_: &Path, text: &str, _: Option<&str>| Ok(Some(text.replace("ours\n", "")));
+        let record = SetupRecord::read(host, "e").unwrap();
+        record.undone(host, cut).unwrap()
     }
 
     #[test]
@@ -270,20 +274,14 @@ mod tests {
         let path = dir.path().join("etc/engine/e.conf");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "ours\n");
         let record = SetupRecord::read(&host, "e").unwrap();
-        for undo in record.undone(&host, cut).unwrap() {
+        for undo in undone(&host) {
             undo.make(&host).unwrap();
         }
         record.remove(&host).unwrap();
         assert!(!dir.path().join("etc").exists(), "the setup made it");
         assert!(!dir.path().join("var/lib/cryopod").exists());
         assert!(dir.path().join("var/lib").exists());
-        assert!(
-            SetupRecord::read(&host, "e")
-                .unwrap()
-                .undone(&host, cut)
-                .unwrap()
-                .is_empty()
-        );
+        assert!(undone(&host).is_empty());
     }
 
     #[test]
@@ -297,19 +295,11 @@ mod tests {
         let backup = dir.path().join("var/lib/cryopod/setup/e/e.conf");
         assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
         std::fs::write(&path, "a\nours\nb\n").unwrap();
-        let undone = SetupRecord::read(&host, "e")
-            .unwrap()
-            .undone(&host, cut)
-            .unwrap();
-        assert_eq!(undone, [file(Some("a\nours\nb\n"), "a\nb\n")]);
+        assert_eq!(undone(&host), [file(Some("a\nours\nb\n"), "a\nb\n")]);
         // After a second setup, too.
         let all = "a\nours\nb\nours\n";
         SetupRecord::make(&host, "e", &[file(Some("a\nours\nb\n"), all)], None).unwrap();
-        let undone = SetupRecord::read(&host, "e")
-            .unwrap()
-            .undone(&host, cut)
-            .unwrap();
-        assert_eq!(undone, [file(Some(all), "a\nb\n")]);
+        assert_eq!(undone(&host), [file(Some(all), "a\nb\n")]);
     }
 
     #[test]
@@ -324,11 +314,10 @@ mod tests {
         // Killed before the file was renamed.
         std::fs::write(&path, "a  \n").unwrap();
         std::fs::write(change::beside(&path), "half").unwrap();
-        let undone = |record: &SetupRecord| record.undone(&host, cut).unwrap();
-        assert!(undone(&SetupRecord::read(&host, "e").unwrap()).is_empty());
+        assert!(undone(&host).is_empty());
         SetupRecord::make(&host, "e", &[change], None).unwrap();
         let record = SetupRecord::read(&host, "e").unwrap();
-        assert_eq!(undone(&record), [file(Some("a\nours\n"), "a  \n")]);
+        assert_eq!(undone(&host), [file(Some("a\nours\n"), "a  \n")]);
         std::fs::write(change::beside(&path), "half").unwrap();
         record.remove(&host).unwrap();
         assert_eq!(
@@ -347,11 +336,10 @@ mod tests {
             after: Some("/usr/bin/ours".into()),
         };
         SetupRecord::make(&host, "e", &[link], None).unwrap();
-        let record = SetupRecord::read(&host, "e").unwrap();
-        assert_eq!(record.undone(&host, cut).unwrap().len(), 1);
+        assert_eq!(undone(&host).len(), 1);
         let path = dir.path().join("bin/shim");
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/usr/bin/theirs", &path).unwrap();
-        assert!(record.undone(&host, cut).unwrap().is_empty());
+        assert!(undone(&host).is_empty());
     }
 }

@@ -86,6 +86,7 @@ pub fn run(target: Target, wanted: &WantedSetup<'_>, waits: bool) -> anyhow::Res
     Ok(works(start))
 }
 
+/// Returns the outcome of a test that began then and succeeded.
 pub fn works(start: Instant) -> TrialOutcome {
     TrialOutcome::Works(format!(
         "a container without a GPU was checkpointed and restored in {:.1} s",

@@ -81,6 +81,7 @@ pub struct Steps {
 }
 
 impl Steps {
+    /// Starts the first step now.
     pub fn new() -> Self {
         let now = Instant::now();
         Self {
@@ -129,6 +130,23 @@ fn line(what: &str, now: u64, total: u64, elapsed: Duration) -> String {
         text.push_str(&format!(", {} s left", (total - now) / rate));
     }
     text
+}
+
+/// Aligns rows in columns, the `right` ones to the right.
+pub fn columns<const N: usize>(rows: &[[String; N]], right: &[usize]) -> String {
+    let width = |i: usize| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(&widths).enumerate();
+        let cells: Vec<String> = cells
+            .map(|(i, (cell, width))| match right.contains(&i) {
+                true => format!("{cell:>width$}"),
+                false => format!("{cell:<width$}"),
+            })
+            .collect();
+        format!("{}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
 }
 
 /// `1.5 GiB`.

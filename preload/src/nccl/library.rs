@@ -94,6 +94,7 @@ fn reals() -> Option<&'static [usize; FUNCTIONS]> {
     Some(REALS.get_or_init(|| load(handle)))
 }
 
+/// Returns true if NCCL is loaded and has this function.
 pub fn has(function: Function) -> bool {
     reals().is_some_and(|reals| reals[function as usize] != 0)
 }
@@ -103,6 +104,7 @@ thread_local! {
     static WITHIN: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Returns true if this thread is in a call of NCCL's own.
 pub fn is_within() -> bool {
     WITHIN.with(Cell::get)
 }

@@ -159,6 +159,7 @@ thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
+/// Locks the state of all communicators.
 pub fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -198,6 +199,7 @@ pub fn begin_group() {
     std::mem::forget(enter("ncclGroupStart"));
 }
 
+/// Ends a group that [`begin_group`] began.
 pub fn end_group() {
     leave();
 }
@@ -215,6 +217,7 @@ fn depth_was(change: impl Fn(u32) -> u32) -> u32 {
 /// A call that only asks. `None`: the communicators are down, and only what is known here counts.
 pub struct Asking(());
 
+/// Begins a call that only asks; it never waits.
 pub fn ask() -> Option<Asking> {
     let mut state = state();
     if matches!(state.mode, Mode::Down) {
@@ -279,10 +282,12 @@ impl State {
         }
     }
 
+    /// Notes that a communicator is being made: id, ranks, rank.
     pub fn begin_comm(&mut self, comm: (u64, u32, u32)) {
         self.pending.push(comm);
     }
 
+    /// Takes that back when it is made, or failed.
     pub fn end_comm(&mut self, comm: (u64, u32, u32)) {
         let at = self.pending.iter().position(|other| *other == comm);
         at.map(|at| self.pending.swap_remove(at));
@@ -331,6 +336,7 @@ impl State {
         }
     }
 
+    /// Returns what the driver agent is told of all communicators.
     pub fn report(&self) -> Report {
         let children = self.children.iter().map(|child| (child.id, 0, 0));
         let pending = self.pending.iter().copied().chain(children);
@@ -431,6 +437,7 @@ pub fn shut(until: Instant) -> bool {
     true
 }
 
+/// Returns true while the communicators are taken down.
 pub fn is_down() -> bool {
     matches!(state().mode, Mode::Down)
 }

@@ -49,6 +49,7 @@ pub struct Card {
 impl Card {
     pub const BYTES: usize = 24;
 
+    /// Returns the bytes that the memfd holds.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -182,53 +183,48 @@ impl std::fmt::Display for Reason {
 /// A kind and what belongs to it.
 type Packet = [u64; 3];
 
-impl Request {
-    fn packet(self) -> Packet {
-        match self {
-            Self::Stop { limit_ms, hold_ms } => [1, limit_ms, hold_ms],
-            Self::Release => [2, 0, 0],
-            Self::Allocate { from, bytes } => [3, from, bytes],
-            Self::Go => [4, 0, 0],
-            Self::Keep => [5, 0, 0],
-            Self::Kept => [6, 0, 0],
-            Self::Fill => [7, 0, 0],
-            Self::State => [8, 0, 0],
-            Self::Forget => [9, 0, 0],
-            Self::NcclLook => [10, 0, 0],
-            Self::NcclHold { hold_ms } => [11, hold_ms, 0],
-            Self::NcclOpen => [12, 0, 0],
-            Self::NcclDown { limit_ms } => [13, limit_ms, 0],
-            Self::NcclUniqueId => [14, 0, 0],
-            Self::NcclUp { limit_ms } => [15, limit_ms, 0],
-            Self::NcclIdle { limit_ms } => [16, limit_ms, 0],
-            Self::TakeBack { offset, bytes } => [17, offset, bytes],
-            Self::Export => [18, 0, 0],
-        }
-    }
+/// Defines the packet of each request, both ways.
+macro_rules! packets {
+    ($($kind:literal $name:ident $($field:ident)*;)*) => {
+        impl Request {
+            fn packet(self) -> Packet {
+                let mut packet = [0; 3];
+                let numbers: &[u64] = match &self {
+                    $(Self::$name { $($field),* } => &[$kind, $(*$field),*],)*
+                };
+                packet[..numbers.len()].copy_from_slice(numbers);
+                packet
+            }
 
-    fn from_packet(packet: Packet) -> Option<Self> {
-        Some(match packet {
-            [1, limit_ms, hold_ms] => Self::Stop { limit_ms, hold_ms },
-            [2, ..] => Self::Release,
-            [3, from, bytes] => Self::Allocate { from, bytes },
-            [4, ..] => Self::Go,
-            [5, ..] => Self::Keep,
-            [6, ..] => Self::Kept,
-            [7, ..] => Self::Fill,
-            [8, ..] => Self::State,
-            [9, ..] => Self::Forget,
-            [10, ..] => Self::NcclLook,
-            [11, hold_ms, _] => Self::NcclHold { hold_ms },
-            [12, ..] => Self::NcclOpen,
-            [13, limit_ms, _] => Self::NcclDown { limit_ms },
-            [14, ..] => Self::NcclUniqueId,
-            [15, limit_ms, _] => Self::NcclUp { limit_ms },
-            [16, limit_ms, _] => Self::NcclIdle { limit_ms },
-            [17, offset, bytes] => Self::TakeBack { offset, bytes },
-            [18, ..] => Self::Export,
-            _ => return None,
-        })
-    }
+            fn from_packet(packet: Packet) -> Option<Self> {
+                match packet {
+                    $([$kind, $($field,)* ..] => Some(Self::$name { $($field),* }),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+packets! {
+    1 Stop limit_ms hold_ms;
+    2 Release;
+    3 Allocate from bytes;
+    4 Go;
+    5 Keep;
+    6 Kept;
+    7 Fill;
+    8 State;
+    9 Forget;
+    10 NcclLook;
+    11 NcclHold hold_ms;
+    12 NcclOpen;
+    13 NcclDown limit_ms;
+    14 NcclUniqueId;
+    15 NcclUp limit_ms;
+    16 NcclIdle limit_ms;
+    17 TakeBack offset bytes;
+    18 Export;
 }
 
 impl Answer {
@@ -288,6 +284,7 @@ pub fn set_room(socket: &OwnedFd, bytes: usize) -> io::Result<()> {
     Ok(set_socket_send_buffer_size_force(socket, bytes)?)
 }
 
+/// Sends a request with up to [`MAX_DATA`] bytes. Fails with [`io::ErrorKind::FileTooLarge`] if there are more.
 pub fn send_request(
     socket: &OwnedFd,
     number: u64,
@@ -301,6 +298,7 @@ pub fn send_request(
     send(socket, number, request.packet(), data, fd)
 }
 
+/// Sends an answer to the request of this number.
 pub fn send_answer(
     socket: &OwnedFd,
     number: u64,
@@ -326,18 +324,23 @@ pub struct Received<T> {
     pub fd: Option<OwnedFd>,
 }
 
+impl<T> Received<T> {
+    fn map<U>(self, change: impl FnOnce(T) -> U) -> Received<U> {
+        Received {
+            number: self.number,
+            what: change(self.what),
+            data: self.data,
+            fd: self.fd,
+        }
+    }
+}
+
 /// Waits for a request; `None` for one that this version does not know.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed.
 pub fn request(socket: &OwnedFd) -> io::Result<Received<Option<Request>>> {
-    let received = receive(socket)?;
-    Ok(Received {
-        number: received.number,
-        what: received.what.and_then(Request::from_packet),
-        data: received.data,
-        fd: received.fd,
-    })
+    receive(socket).map(|received| received.map(|packet| packet.and_then(Request::from_packet)))
 }
 
 /// Waits for an answer.
@@ -348,12 +351,7 @@ pub fn answer(socket: &OwnedFd) -> io::Result<Received<Answer>> {
     let received = receive(socket)?;
     let answer = received.what.and_then(Answer::from_packet);
     let answer = answer.ok_or_else(|| io::Error::other("the library's answer makes no sense"))?;
-    Ok(Received {
-        number: received.number,
-        what: answer,
-        data: received.data,
-        fd: received.fd,
-    })
+    Ok(received.map(|_| answer))
 }
 
 fn send(

@@ -90,6 +90,7 @@ impl Report {
         self.comms.iter().filter(|comm| comm.state != State::Gone)
     }
 
+    /// Returns the report as bytes, for [`crate::send_data`].
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         let mut put = |number: u64| bytes.extend_from_slice(&number.to_le_bytes());
@@ -147,6 +148,7 @@ impl Report {
     }
 }
 
+/// Returns counters as the bytes that [`crate::Request::NcclHold`] carries.
 pub fn encode_clocks(clocks: &[Clock]) -> Vec<u8> {
     let clocks = &clocks[..clocks.len().min(MAX_CLOCKS)];
     let mut bytes = Vec::from((clocks.len() as u64).to_le_bytes());
@@ -163,6 +165,7 @@ pub fn encode_clocks(clocks: &[Clock]) -> Vec<u8> {
     bytes
 }
 
+/// Reads counters; `None` if the bytes are none.
 pub fn decode_clocks(bytes: &[u8]) -> Option<Vec<Clock>> {
     let mut reader = Reader(bytes);
     let clocks = reader.clocks()?;
@@ -172,11 +175,13 @@ pub fn decode_clocks(bytes: &[u8]) -> Option<Vec<Clock>> {
 /// A communicator to be made again, with its new unique id.
 pub type Fresh = (u64, [u8; UNIQUE_ID]);
 
+/// Returns ids as the bytes that [`crate::Request::NcclUp`] carries.
 pub fn encode_fresh(fresh: &[Fresh]) -> Vec<u8> {
     let one = |(comm, id): &Fresh| [&comm.to_le_bytes()[..], id].concat();
     fresh.iter().flat_map(one).collect()
 }
 
+/// Reads ids; `None` if the bytes are none.
 pub fn decode_fresh(bytes: &[u8]) -> Option<Vec<Fresh>> {
     let chunks = bytes.chunks_exact(8 + UNIQUE_ID);
     let whole = chunks.remainder().is_empty();

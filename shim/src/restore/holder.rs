@@ -87,6 +87,7 @@ impl Drop for NamespaceHolder {
     }
 }
 
+/// Returns the path of the network namespace below our directory in a bundle.
 pub fn place(directory: &Path) -> PathBuf {
     directory.join(NAME)
 }

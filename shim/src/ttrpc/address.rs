@@ -118,6 +118,7 @@ impl Address {
         }
     }
 
+    /// Connects to the socket.
     pub fn connect(&self) -> io::Result<UnixStream> {
         UnixStream::connect_addr(&self.socket()?)
     }
@@ -153,6 +154,7 @@ impl Address {
         Ok(None)
     }
 
+    /// Removes the socket's file, if it has one.
     pub fn remove(&self) {
         if let Some(path) = self.path() {
             let _ = fs::remove_file(path);

@@ -344,15 +344,16 @@ fn shm_file(id: u32) -> PathBuf {
     Path::new(&root).join(format!("shm/nccl-{id:08x}"))
 }
 
-struct Shared {
-    words: &'static [AtomicU64],
+/// Words that several processes share.
+pub struct Shared {
+    pub words: &'static [AtomicU64],
     /// NCCL keeps the descriptor of its file.
     _file: Option<File>,
 }
 
 impl Shared {
     /// Anonymous memory for children that are forked later, or a file.
-    fn map(ranks: usize, file: Option<(&Path, bool)>) -> Result<Self> {
+    pub fn map(ranks: usize, file: Option<(&Path, bool)>) -> Result<Self> {
         let count = ranks.max(1) * WORDS;
         let mut flags = libc::MAP_SHARED;
         let file = match file {

@@ -17,6 +17,7 @@ const ASK: Duration = Duration::from_secs(30);
 const ALL: [Engine; 3] = [Engine::Podman, Engine::Docker, Engine::Containerd];
 
 impl Engine {
+    /// Returns the name of its program on PATH.
     pub fn program(self) -> &'static str {
         match self {
             Self::Podman => "podman",

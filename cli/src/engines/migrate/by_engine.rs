@@ -77,6 +77,7 @@ impl Move {
 
     // ---- commands for the other host
 
+    /// Succeeds if the engine has a container of this name.
     pub fn known(&self) -> String {
         match self.engine {
             Engine::Containerd => format!("{} containers info {}", self.program(), self.name),
@@ -84,6 +85,7 @@ impl Move {
         }
     }
 
+    /// Prints `true` or `RUNNING` if the container runs.
     pub fn running(&self) -> String {
         let (program, name) = (self.program(), &self.name);
         match self.engine {
@@ -103,6 +105,7 @@ impl Move {
         }
     }
 
+    /// Starts the container from its checkpoint.
     pub fn start(&self) -> String {
         let (program, name) = (self.program(), &self.name);
         match self.engine {
@@ -143,6 +146,7 @@ impl Move {
 
     // ---- here
 
+    /// Asks the engine what the container needs.
     pub fn needs(&self) -> anyhow::Result<Needs> {
         let mut needs = Needs::default();
         if self.engine == Engine::Containerd {
@@ -180,6 +184,7 @@ impl Move {
         Ok(needs)
     }
 
+    /// Asks the engine for the container's state.
     pub fn state(&self) -> anyhow::Result<State> {
         if self.engine == Engine::Containerd {
             let tasks = self.call(["tasks", "ls"])?;
@@ -378,6 +383,7 @@ impl Move {
         Ok(())
     }
 
+    /// Returns the command by which a user resumes the container.
     pub fn resume_command(&self) -> String {
         match self.engine {
             Engine::Podman => format!("podman container restore {}", self.name),

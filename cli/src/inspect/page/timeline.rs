@@ -173,23 +173,9 @@ fn told(bars: &[Bar]) -> String {
 
 /// The style of a step. A step that an archive made up has none of its own.
 fn class(step: &str) -> &'static str {
-    match step {
-        "plan" => "plan",
-        "dump" => "dump",
-        "durable" => "durable",
-        "freeze" => "freeze",
-        "frozen" => "frozen",
-        "memory" => "memory",
-        "write" => "write",
-        "query" => "query",
-        "lock" => "lock",
-        "checkpoint" => "checkpoint",
-        "vram" => "vram",
-        "preload" => "preload",
-        "restore" => "restore",
-        "unlock" => "unlock",
-        _ => "other",
-    }
+    const KNOWN: &str = "plan dump durable freeze frozen memory write query lock checkpoint vram preload restore unlock";
+    let mut known = KNOWN.split(' ');
+    known.find(|known| *known == step).unwrap_or("other")
 }
 
 fn words(step: &str) -> String {

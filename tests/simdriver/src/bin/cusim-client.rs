@@ -12,6 +12,8 @@ use clap::{Parser, ValueEnum};
 use cuda_sim::abi::CuDevicePtr;
 use cuda_sim::cuda::Cuda;
 use cuda_sim::ranks::{Rank, Team, Way};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
 use nix::sys::wait::wait;
 use nix::unistd::{ForkResult, fork, pause, pipe, write};
 
@@ -93,7 +95,7 @@ fn main() -> Result<()> {
     for i in 0..args.procs {
         // SAFETY: this process has one thread.
         if let ForkResult::Child = unsafe { fork() }? {
-            die_with_parent();
+            set_pdeathsig(Signal::SIGKILL)?;
             let gpu = args
                 .gpus
                 .get(i % args.gpus.len().max(1))
@@ -117,12 +119,6 @@ fn main() -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// A child does not outlive the process that forked it.
-fn die_with_parent() {
-    // SAFETY: takes plain numbers.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
 /// One process's work. It ticks when the `others` are ready, too: when nobody has the pipe open for writing.
@@ -178,7 +174,7 @@ fn run(
     for _ in 0..args.fork_idle {
         // SAFETY: the child only makes system calls until it is killed.
         if let ForkResult::Child = unsafe { fork() }? {
-            die_with_parent();
+            set_pdeathsig(Signal::SIGKILL)?;
             loop {
                 pause();
             }

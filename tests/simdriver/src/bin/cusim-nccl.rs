@@ -12,6 +12,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Parser;
 use cuda_sim::abi::CuDevicePtr;
 use cuda_sim::cuda::Cuda;
+use cuda_sim::ranks::Shared;
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, wait};
 use nix::unistd::{ForkResult, fork};
 
@@ -149,28 +152,15 @@ impl Nccl {
     }
 }
 
-/// Memory that all ranks see: whether there is a unique id, and the id.
-fn board() -> Result<&'static [AtomicU64]> {
-    const WORDS: usize = 17;
-    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping.
-    let p = unsafe { libc::mmap(std::ptr::null_mut(), 8 * WORDS, prot, flags, -1, 0) };
-    if p == libc::MAP_FAILED {
-        bail!("mmap: {}", std::io::Error::last_os_error());
-    }
-    // SAFETY: mapped for good, aligned to a page, and only ever used as atomic words.
-    Ok(unsafe { std::slice::from_raw_parts(p.cast(), WORDS) })
-}
-
 fn main() -> Result<()> {
     let args = Args::parse();
-    let board = board()?;
+    // Memory that all ranks see: whether there is a unique id, and the id.
+    let shared = Shared::map(1, None)?;
+    let board = shared.words;
     for rank in 0..args.ranks {
         // SAFETY: this process has one thread.
         if let ForkResult::Child = unsafe { fork() }? {
-            // SAFETY: plain numbers.
-            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+            set_pdeathsig(Signal::SIGKILL)?;
             let done = work(&args, rank, board);
             if let Err(error) = &done {
                 say(&format!("# Error p{rank}: {error:#}\n"));

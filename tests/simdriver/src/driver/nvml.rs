@@ -6,6 +6,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use serde_json::Value;
 
 use super::locate::places;
+use crate::abi::CuResult;
 use crate::server::control;
 
 const SUCCESS: c_int = 0;
@@ -43,87 +44,55 @@ fn number(gpu: &Value, key: &str) -> u64 {
     gpu.get(key).and_then(Value::as_u64).unwrap_or(0)
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn nvmlInit_v2() -> c_int {
-    gpus().map_or(DRIVER_NOT_LOADED, |_| SUCCESS)
-}
-
-/// # Safety
-/// As in NVIDIA's header: a string, and room for a handle.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvmlDeviceGetHandleByUUID(
-    uuid: *const c_char,
-    device: *mut *mut c_void,
-) -> c_int {
-    if uuid.is_null() || device.is_null() {
-        return INVALID_ARGUMENT;
-    }
-    // SAFETY: not null; the caller promised a string.
-    let wanted = unsafe { CStr::from_ptr(uuid) }.to_string_lossy();
-    let known = gpus().unwrap_or_default();
-    let place = known
-        .iter()
-        .position(|g| g.get("uuid").and_then(Value::as_str) == Some(&*wanted));
-    match place {
-        Some(at) => {
+/// Writes a result through the caller's pointer, for which it promised room, unless that is null.
+fn put<T>(to: *mut T, value: Result<T, c_int>) -> c_int {
+    match value {
+        Ok(_) if to.is_null() => INVALID_ARGUMENT,
+        Ok(value) => {
             // SAFETY: not null; the caller promised room.
-            unsafe { device.write(std::ptr::without_provenance_mut(at + 1)) };
+            unsafe { to.write(value) };
             SUCCESS
         }
-        None => NOT_FOUND,
+        Err(code) => code,
     }
 }
 
-/// # Safety
-/// As in NVIDIA's header: a handle, and room for the structure.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: *mut c_void, memory: *mut Memory) -> c_int {
-    let Some(gpu) = gpu(device).filter(|_| !memory.is_null()) else {
-        return INVALID_ARGUMENT;
+exports! {
+    fn nvmlInit_v2() = gpus().map_or(DRIVER_NOT_LOADED, |_| SUCCESS);
+    fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut *mut c_void) = match uuid.is_null() {
+        true => INVALID_ARGUMENT,
+        false => {
+            // SAFETY: not null; the caller promised a string.
+            let wanted = unsafe { CStr::from_ptr(uuid) }.to_string_lossy();
+            let known = gpus().unwrap_or_default();
+            let is = |g: &Value| g.get("uuid").and_then(Value::as_str) == Some(&*wanted);
+            let place = known.iter().position(is).ok_or(NOT_FOUND);
+            put(device, place.map(|at| std::ptr::without_provenance_mut(at + 1)))
+        }
     };
-    let (total, free) = (number(&gpu, "total"), number(&gpu, "free"));
-    // SAFETY: not null; the caller promised room.
-    unsafe {
-        memory.write(Memory {
-            total,
-            free,
-            used: total.saturating_sub(free),
-        });
-    }
-    SUCCESS
+    fn nvmlDeviceGetMemoryInfo(device: *mut c_void, memory: *mut Memory) = {
+        let of = |gpu: Value| {
+            let (total, free) = (number(&gpu, "total"), number(&gpu, "free"));
+            Memory { total, free, used: total.saturating_sub(free) }
+        };
+        put(memory, gpu(device).map(of).ok_or(INVALID_ARGUMENT))
+    };
+    fn nvmlDeviceGetMigMode(device: *mut c_void, current: *mut c_uint, pending: *mut c_uint) = {
+        let on = |gpu: Value| c_uint::from(gpu.get("mig") == Some(&Value::Bool(true)));
+        let on = gpu(device).map(on).ok_or(INVALID_ARGUMENT);
+        match put(current, on) {
+            SUCCESS => put(pending, on),
+            error => error,
+        }
+    };
+    fn nvmlDeviceGetComputeRunningProcesses_v3(device: *mut c_void, count: *mut c_uint, infos: *mut ProcessInfo) =
+        match gpu(device).filter(|_| !count.is_null()) {
+            Some(gpu) => running(&gpu, count, infos),
+            None => INVALID_ARGUMENT,
+        };
 }
 
-/// # Safety
-/// As in NVIDIA's header: a handle, and room for two numbers.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvmlDeviceGetMigMode(
-    device: *mut c_void,
-    current: *mut c_uint,
-    pending: *mut c_uint,
-) -> c_int {
-    let Some(gpu) = gpu(device).filter(|_| !current.is_null() && !pending.is_null()) else {
-        return INVALID_ARGUMENT;
-    };
-    let on = c_uint::from(gpu.get("mig") == Some(&Value::Bool(true)));
-    // SAFETY: not null; the caller promised room.
-    unsafe {
-        current.write(on);
-        pending.write(on);
-    }
-    SUCCESS
-}
-
-/// # Safety
-/// As in NVIDIA's header: a handle, a count, and room for that many processes.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
-    device: *mut c_void,
-    count: *mut c_uint,
-    infos: *mut ProcessInfo,
-) -> c_int {
-    let Some(gpu) = gpu(device).filter(|_| !count.is_null()) else {
-        return INVALID_ARGUMENT;
-    };
+fn running(gpu: &Value, count: *mut c_uint, infos: *mut ProcessInfo) -> c_int {
     let users: Vec<(c_uint, u64)> = gpu
         .get("pids")
         .and_then(Value::as_object)
