@@ -25,6 +25,8 @@ pub struct Image {
     pub digest: Digest,
     /// Its name in the layout's index.
     pub name: Option<String>,
+    /// The layout has no other image.
+    pub alone: bool,
     pub manifest: Manifest,
     pub config: ImageConfig,
 }
@@ -63,8 +65,8 @@ pub(crate) struct ImageSource {
 
 #[derive(Debug, Clone)]
 pub struct ContainerdParts {
-    /// Its name in the layout's index.
-    pub name: Option<String>,
+    /// The names of all images in the layout's index.
+    pub names: Vec<String>,
     /// The index that lists the parts.
     pub index: Index,
     pub criu: Descriptor,
@@ -94,18 +96,19 @@ pub(super) fn open(
     let text = blobs.document(names::OCI_INDEX)?;
     let index: Index = oci::parse(names::OCI_INDEX, &text).map_err(bad)?;
     version(names::OCI_INDEX, index.schema_version).map_err(bad)?;
+    let names: Vec<String> = index.manifests.iter().filter_map(name_of).collect();
     if criu_of(&index).is_some() {
-        let parts = containerd_parts(index, None).map_err(bad)?;
+        let parts = containerd_parts(index, names).map_err(bad)?;
         return Ok((
             Kind::Containerd { archive },
             SourceInner::Containerd(ContainerdSource { blobs, parts }),
         ));
     }
     let descriptor = choose(&index, wanted).map_err(bad)?;
-    let name = name_of(descriptor);
     match descriptor.media_type.as_str() {
         media::MANIFEST => {
-            let image = read_image(&blobs, descriptor, name, limits)?;
+            let mut image = read_image(&blobs, descriptor, limits)?;
+            image.image.alone = index.manifests.len() == 1;
             let kind = if archive {
                 Kind::OciArchive
             } else {
@@ -120,7 +123,7 @@ pub(super) fn open(
             if criu_of(&index).is_none() {
                 return Err(bad(Bad::ManifestList));
             }
-            let parts = containerd_parts(index, name).map_err(bad)?;
+            let parts = containerd_parts(index, names).map_err(bad)?;
             Ok((
                 Kind::Containerd { archive },
                 SourceInner::Containerd(ContainerdSource { blobs, parts }),
@@ -201,10 +204,10 @@ fn criu_of(index: &Index) -> Option<&Descriptor> {
         .find(|d| d.media_type == media::CONTAINERD_CRIU)
 }
 
-fn containerd_parts(index: Index, name: Option<String>) -> Result<ContainerdParts, Bad> {
+fn containerd_parts(index: Index, names: Vec<String>) -> Result<ContainerdParts, Bad> {
     let criu = criu_of(&index).ok_or(Bad::NoImage)?.clone();
     let mut parts = ContainerdParts {
-        name,
+        names,
         criu,
         rw: None,
         image: None,
@@ -249,7 +252,6 @@ fn containerd_parts(index: Index, name: Option<String>) -> Result<ContainerdPart
 fn read_image(
     blobs: &Blobs,
     descriptor: &Descriptor,
-    name: Option<String>,
     limits: &Limits,
 ) -> Result<ImageSource, Error> {
     let path = blobs.path().to_owned();
@@ -271,7 +273,8 @@ fn read_image(
     let layers = layers_of(&manifest, &config, limits).map_err(bad)?;
     let image = Image {
         digest: descriptor.digest.clone(),
-        name,
+        name: name_of(descriptor),
+        alone: true,
         manifest,
         config,
     };

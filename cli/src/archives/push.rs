@@ -2,7 +2,9 @@
 
 use std::process::ExitCode;
 
+use anyhow::ensure;
 use cryopod_archive::source::ArchivePlace;
+use cryopod_operations::config::Config;
 
 use crate::archives::confined;
 use crate::archives::pack;
@@ -22,7 +24,15 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     match source.image() {
-        Some(_) => args.registry.push(&source, &args.image)?,
+        Some(_) => {
+            ensure!(
+                source.is_encrypted() || Config::load()?.encrypt.recipients.is_empty(),
+                "{0}: is not encrypted, and encrypt.recipients are set; `cryopod pack {0} -o docker://{1}` encrypts it, or not with --no-encrypt",
+                args.source,
+                args.image
+            );
+            args.registry.push(&source, &args.image)?;
+        }
         None => {
             let how = pack::PackMethod::plain(args.registry.quiet()).configured();
             pack::to_registry(&source, &args.image, &how, &args.registry)?;

@@ -5,8 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fs;
-use std::io::{self, Read};
+use std::fs::{self, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
@@ -23,6 +24,7 @@ use p256::ecdsa::{DerSignature, SigningKey, VerifyingKey};
 use p256::pkcs8::{DecodePrivateKey, DecodePublicKey};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tempfile::NamedTempFile;
 
 use crate::terminal::ui;
 
@@ -96,14 +98,35 @@ impl Signature {
     pub fn write(&self, place: &Path) -> anyhow::Result<()> {
         let path = beside(place);
         let text = [STORED, &serde_json::to_vec(self)?].concat();
-        fs::write(&path, text).with_context(|| path.display().to_string())
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+        // What has the name already may be somebody's link.
+        let written =
+            NamedTempFile::new_in(parent.unwrap_or(Path::new("."))).and_then(|mut file| {
+                file.write_all(&text)?;
+                file.as_file().sync_all()?;
+                file.as_file()
+                    .set_permissions(Permissions::from_mode(0o644))?;
+                Ok(file.persist(&path)?)
+            });
+        written
+            .map(drop)
+            .with_context(|| path.display().to_string())
     }
 
     /// Reads the one beside an image; `None` if there is none.
     pub fn read(place: &Path) -> anyhow::Result<Option<Self>> {
         let path = beside(place);
         let mut text = Vec::new();
-        let read = fs::File::open(&path).and_then(|f| f.take(MAX as u64).read_to_end(&mut text));
+        let open = fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path);
+        let read = open.and_then(|file| {
+            if !file.metadata()?.is_file() {
+                return Err(io::Error::other("no file"));
+            }
+            file.take(MAX as u64).read_to_end(&mut text)
+        });
         match read {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             read => read.with_context(|| path.display().to_string())?,

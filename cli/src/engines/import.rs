@@ -157,6 +157,13 @@ impl Args {
         Duration::from_secs(self.timeout)
     }
 
+    /// Whether an engine may read the image itself: it is the only one there, is not encrypted, and nobody asked for a
+    /// signature, which what the engine opens once more might not have.
+    fn alone(&self, source: &Source) -> anyhow::Result<bool> {
+        let alone = source.image().is_some_and(|image| image.alone);
+        Ok(alone && !source.is_encrypted() && Config::load()?.restore.require.is_none())
+    }
+
     /// The name that was asked for, or else the image's own.
     fn name<'a>(&'a self, source: &'a Source) -> Option<&'a str> {
         let own = || source.image().and_then(|image| image.name.as_deref());
@@ -207,7 +214,7 @@ fn image(args: &Args, source: &Source, records: &ImportRecords) -> anyhow::Resul
 }
 
 fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> {
-    if source.kind() == Kind::OciLayout && !source.is_encrypted() {
+    if source.kind() == Kind::OciLayout && args.alone(source)? {
         return Ok(fs::canonicalize(source.path())?);
     }
     let layout = temp.join("image");
@@ -218,11 +225,32 @@ fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> 
 fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let own = matches!(source.kind(), Kind::Containerd { archive: true });
-    let image = source.kind() == Kind::OciArchive && !source.is_encrypted();
+    let name = args.name(source);
+    let names = match source.containerd() {
+        Some(parts) => parts.names.clone(),
+        None => name.into_iter().map(str::to_owned).collect(),
+    };
+    if own || args.name.is_none() {
+        // The archive's own word, which may be the name of an image that pods run.
+        let found = args
+            .call("ctr")
+            .args(["--namespace", &args.namespace, "images", "ls", "-q"])
+            .run()?;
+        if let Some(name) = names.iter().find(|name| found.lines().any(|l| l == *name)) {
+            let or = if own {
+                ""
+            } else {
+                ", or choose a name with --name"
+            };
+            bail!("containerd has an image {name} already: remove it{or}");
+        }
+    }
+    // `ctr` takes all images of a file with their names.
+    let image = args.alone(source)? && source.kind() == Kind::OciArchive;
     let file = if own || (image && args.name.is_none()) {
         fs::canonicalize(source.path())?
     } else {
-        if args.name(source).is_none() {
+        if name.is_none() {
             bail!(
                 "containerd's images have names: give one with --name, as in --name localhost/job:1"
             );

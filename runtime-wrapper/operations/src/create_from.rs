@@ -130,13 +130,17 @@ fn create(
     let newest = named.checkpoint.strip_prefix(place::NEWEST);
     let newest = newest.map(|place| Newest::of(ctx, inv, spec, named, place));
     let newest = newest.transpose()?;
+    // A restore may take longer than the lease counts.
+    let renewal = newest.as_ref().and_then(|newest| newest.note(&inv.id));
     let restored = match &newest {
         None => restored(ctx, inv, spec, named),
         Some(newest) => newest.restore(&ctx.config, named.by, |named| {
             restored(ctx, inv, spec, named)
         }),
     };
-    if let (Some(newest), true) = (&newest, restored.is_ok() || start_without) {
+    // The end of a stuck restore is the end of all processes below this one.
+    let ended = renewal.is_some_and(|mut child| !matches!(child.try_wait(), Ok(None)));
+    if let (Some(newest), true) = (&newest, ended) {
         newest.note(&inv.id);
     }
     match restored {
@@ -147,11 +151,17 @@ fn create(
         }
         Err(e) => {
             if let Some(newest) = newest {
-                newest.give_back();
+                newest.give_back(&inv.id);
             }
             Err(e)
         }
-        restored => restored.map(Creation::Restored),
+        Ok(code) => {
+            // In the foreground the container has ended, and nobody deletes it.
+            if let (Some(newest), Verb::Run, false) = (newest, inv.verb, inv.flags.has("detach")) {
+                newest.give_back(&inv.id);
+            }
+            Ok(Creation::Restored(code))
+        }
     }
 }
 

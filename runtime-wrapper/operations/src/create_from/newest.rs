@@ -6,7 +6,7 @@ use std::fs;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Child, ExitCode};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -85,18 +85,18 @@ impl Newest {
 
     /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. Without the note
     /// others wait for the lease's time limit.
-    pub fn note(&self, id: &str) {
-        let Some(path) = lease::note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
-            return;
+    pub fn note(&self, id: &str) -> Option<Child> {
+        let (Some(path), Some(lease)) = (lease::note_of(OsStr::new(id)), &self.lease) else {
+            return None;
         };
         let directory = path.parent().unwrap_or(Path::new("/"));
         let made = fs::create_dir_all(directory);
         let note = (&self.place, &self.me);
         let noted = made.and_then(|()| write_json(&path, &note));
         let limit = self.limit.unwrap_or_default();
-        if let Err(e) = noted.and_then(|()| renewal::start(id, limit)) {
-            tracing::warn!("{}: {e}", path.display());
-        }
+        let started = noted.and_then(|()| renewal::start(id, limit, lease));
+        let warn = |e: &io::Error| tracing::warn!("{}: {e}", path.display());
+        started.inspect_err(warn).ok()
     }
 
     /// Restores the newest checkpoint that is not damaged, as if the container had named it.
@@ -141,8 +141,11 @@ impl Newest {
         Err(Error::not_started(none))
     }
 
-    /// Gives the lease back: no container was made.
-    pub fn give_back(&self) {
+    /// Gives the lease back: there is no container, or no longer.
+    pub fn give_back(&self, id: &str) {
+        if let Some(note) = lease::note_of(OsStr::new(id)) {
+            let _ = fs::remove_file(note);
+        }
         if let Err(e) = self.place.give_back(&self.me) {
             tracing::warn!("the lease of {} is not given back: {e}", self.name);
         }

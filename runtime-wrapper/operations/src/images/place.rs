@@ -10,7 +10,7 @@ pub mod prune;
 pub mod renewal;
 
 use std::fs::{self, DirBuilder, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -19,6 +19,7 @@ use cryopod_archive::format::names;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use crate::config::restore::{Asker, RestoreOptions, Rule};
@@ -44,6 +45,9 @@ const POD: [[&str; 3]; 2] = [
 const MAX_NAME: usize = 200;
 const PARTIAL: &str = ".partial-";
 const DAMAGED: &str = ".damaged-";
+/// A file that has not got its name yet.
+const NEW: &str = ".new-";
+const CLOCK: &str = ".clock-";
 /// The file in it that its writer has locked. NFS locks files for all hosts, and directories only for one.
 const WRITER: &str = ".writer";
 /// A complete checkpoint without its name after this time has lost its writer, and so has one without its lock.
@@ -200,7 +204,7 @@ impl Place {
     fn now(&self) -> io::Result<SystemTime> {
         let probe = self
             .directory
-            .join(format!(".clock-{}", std::process::id()));
+            .join(format!("{CLOCK}{}", std::process::id()));
         let now = File::create(&probe).and_then(|file| file.metadata()?.modified());
         let _ = fs::remove_file(probe);
         now
@@ -279,6 +283,7 @@ impl Place {
     }
 
     fn begin_next(&self) -> io::Result<PartialCheckpoint> {
+        self.sweep_files()?;
         let partial = self.numbers(PARTIAL)?;
         for number in &partial {
             self.adopt(*number);
@@ -294,15 +299,29 @@ impl Place {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 made => made?,
             }
-            let lock = File::create_new(path.join(WRITER))?;
-            let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock);
+            let lock = make_locked(&path.join(WRITER), &[])?;
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
-                _lock: lock.ok(),
+                _lock: lock,
             });
         }
         Err(io::Error::other("others take each next number"))
+    }
+
+    /// Removes small files of killed processes.
+    fn sweep_files(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.directory)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let left = [NEW, CLOCK]
+                .iter()
+                .any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()));
+            if left && self.age(&entry.path()).is_ok_and(|age| age > RENAME_LIMIT) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        Ok(())
     }
 
     /// Removes an incomplete checkpoint that nobody writes any more.
@@ -328,12 +347,29 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
     }
 }
 
+/// Makes a file that is whole, durable and locked as soon as it has its name; `None`: there is one of this name.
+fn make_locked(path: &Path, text: &[u8]) -> io::Result<Option<File>> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let mut file = tempfile::Builder::new()
+        .prefix(NEW)
+        .tempfile_in(directory)?;
+    file.write_all(text)?;
+    file.as_file().sync_all()?;
+    // Not every server locks.
+    let _ = rustix::fs::flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
+    match file.persist_noclobber(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(e) if e.error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+        Err(e) => Err(e.error),
+    }
+}
+
 /// A checkpoint that is being written. It is removed unless it becomes complete.
 #[derive(Debug)]
 pub struct PartialCheckpoint {
     path: PathBuf,
     to: PathBuf,
-    _lock: Option<Flock<File>>,
+    _lock: Option<File>,
 }
 
 impl PartialCheckpoint {

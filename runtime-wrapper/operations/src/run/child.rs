@@ -168,7 +168,7 @@ pub fn detached(name: &str) -> Command {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null());
-    // SAFETY: between fork and exec only two system calls are made.
+    // SAFETY: between fork and exec only system calls are made.
     unsafe {
         command.pre_exec(|| {
             // Engines wait until nobody has their pipes open.
@@ -177,7 +177,9 @@ pub fn detached(name: &str) -> Command {
                 libc::c_uint::MAX,
                 libc::CLOSE_RANGE_CLOEXEC as libc::c_int,
             );
-            Ok(nix::unistd::setsid().map(drop)?)
+            nix::unistd::setsid()?;
+            // This program blocks the signals that it watches.
+            Ok(SigSet::empty().thread_set_mask()?)
         });
     }
     command

@@ -107,7 +107,8 @@ check 'nothing is left' wait_for nothing_runs
 # It runs for longer than its lease counts, which is renewed, until its host is lost.
 short=("${newest[@]}" "${start[@]}" --annotation=dev.cryopod.name=held --annotation=dev.cryopod.lease_s=6)
 pod run -d --name c5 "${short[@]}" "${plain[@]}" > /dev/null 2>&1
-renewed() { [ -e $place/held/lease-4 ]; }
+renewed() { local lease=($place/held/lease-*) && [ "${lease##*-}" -ge 4 ]; }
+on_failure() { ls -la $place/held; ps aux | grep -e lease; tail -n 3 $log; }
 wait_for renewed
 elsewhere() { far run -d --name c6 "${short[@]}" "${plain[@]}" || { podman rm -f -t 0 c6 > /dev/null 2>&1; return 1; }; }
 if elsewhere; then exit 1; fi

@@ -10,18 +10,17 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
-use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::run::operation;
 
-use super::{Place, lock_file, seconds, setting};
+use super::{Place, lock_file, make_locked, seconds, setting};
 
 /// Whether one container of the name may run at a time, or `many`.
 const COPIES: &str = "dev.cryopod.copies";
@@ -49,6 +48,9 @@ pub struct LeaseHolder {
     directory: PathBuf,
     #[serde(default)]
     given_back: bool,
+    /// How long the lease counts for those who would wait for less.
+    #[serde(default)]
+    limit_s: u64,
 }
 
 impl LeaseHolder {
@@ -63,6 +65,7 @@ impl LeaseHolder {
             container: container.to_owned(),
             directory,
             given_back: false,
+            limit_s: 0,
         }
     }
 
@@ -114,7 +117,14 @@ pub fn read_note(path: &Path) -> Option<(Place, LeaseHolder)> {
 /// A lease that this process has taken. Another process of this host does not take the container for gone meanwhile.
 #[derive(Debug)]
 pub struct NameLease {
-    _lock: Option<Flock<File>>,
+    lock: File,
+}
+
+impl NameLease {
+    /// Returns the lock for another process: it holds as long as one of the two has it open.
+    pub fn share(&self) -> io::Result<File> {
+        self.lock.try_clone()
+    }
 }
 
 impl Place {
@@ -124,11 +134,18 @@ impl Place {
 
     /// Returns the lease that counts, with its holder if that can be read.
     fn held(&self) -> io::Result<Option<(u64, Option<LeaseHolder>)>> {
-        let Some(number) = self.numbers(FILE)?.pop() else {
-            return Ok(None);
-        };
-        let text = read_bounded(&self.lease(number), MAX_BYTES)?;
-        Ok(Some((number, serde_json::from_slice(&text).ok())))
+        let mut tries = TRIES;
+        loop {
+            let Some(number) = self.numbers(FILE)?.pop() else {
+                return Ok(None);
+            };
+            match read_bounded(&self.lease(number), MAX_BYTES) {
+                Ok(text) => return Ok(Some((number, serde_json::from_slice(&text).ok()))),
+                // Whoever has made the next one has removed it.
+                Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
+                Err(e) => return Err(e),
+            }
+        }
     }
 
     /// Takes the lease of the name.
@@ -138,6 +155,10 @@ impl Place {
     pub fn take(&self, me: &LeaseHolder, limit: Duration) -> Result<NameLease, String> {
         let at = |e: io::Error| format!("{}: {e}", self.directory.display());
         self.make().map_err(at)?;
+        let me = &LeaseHolder {
+            limit_s: limit.as_secs(),
+            ..me.clone()
+        };
         for _ in 0..TRIES {
             let held = self.held().map_err(at)?;
             if let Some((number, holder)) = &held
@@ -165,6 +186,7 @@ impl Place {
     ) -> io::Result<Option<String>> {
         let path = self.lease(number);
         let age = self.age(&path)?;
+        let limit = limit.max(Duration::from_secs(holder.map_or(0, |h| h.limit_s)));
         let being_made = || !matches!(lock_file(&path), Ok(Some(_)));
         let mut exists = None;
         let free = match holder {
@@ -197,23 +219,16 @@ impl Place {
     /// Makes the lease of this number; `None`: another has made it, or a later one.
     fn make_lease(&self, number: u64, holder: &LeaseHolder) -> io::Result<Option<NameLease>> {
         let path = self.lease(number);
-        let mut file = match File::create_new(&path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
-            made => made?,
+        let Some(lock) = make_locked(&path, &serde_json::to_vec(holder)?)? else {
+            return Ok(None);
         };
-        let text = serde_json::to_vec(holder)?;
-        let lock = file
-            .try_clone()
-            .map(|f| Flock::lock(f, FlockArg::LockExclusiveNonblock));
-        let written = file.write_all(&text).and_then(|()| file.sync_all());
-        let all = written.and_then(|()| self.numbers(FILE));
+        let all = self.numbers(FILE);
         match all {
             Ok(all) if all.last() == Some(&number) => {
                 for old in all.iter().filter(|n| **n < number) {
                     let _ = fs::remove_file(self.lease(*old));
                 }
-                let lock = lock.ok().and_then(Result::ok);
-                Ok(Some(NameLease { _lock: lock }))
+                Ok(Some(NameLease { lock }))
             }
             other => {
                 let _ = fs::remove_file(path);
@@ -285,6 +300,7 @@ mod tests {
             container: container.into(),
             directory: "/".into(),
             given_back: false,
+            limit_s: 0,
         }
     }
 
@@ -405,5 +421,48 @@ mod tests {
         assert_eq!(of("one").unwrap(), Some(LONG));
         assert_eq!(of("many").unwrap(), None);
         assert!(of("two").unwrap_err().contains("neither"));
+    }
+
+    #[test]
+    fn a_lease_counts_for_as_long_as_its_holder_renews_it() {
+        let (_dir, place) = place();
+        let (a, b) = (on("a", "1"), on("b", "2"));
+        place.take(&a, LONG).unwrap();
+        place.renew(&a).unwrap();
+        older(&place, Duration::from_secs(200));
+        assert!(place.take(&b, Duration::from_secs(30)).is_err());
+        older(&place, Duration::from_secs(301));
+        place.take(&b, Duration::from_secs(30)).unwrap();
+    }
+
+    #[test]
+    fn a_lease_is_whole_and_locked_as_soon_as_it_is_there() {
+        let (_dir, place) = place();
+        let (a, b) = (on("a", "1"), on("a", "2"));
+        let reader = {
+            let (place, a) = (place.clone(), a.clone());
+            place.take(&a, LONG).unwrap();
+            std::thread::spawn(move || {
+                for _ in 0..2000 {
+                    assert_eq!(place.taken_over(&a, true).unwrap(), None);
+                }
+            })
+        };
+        for _ in 0..200 {
+            place.renew(&a).unwrap();
+        }
+        reader.join().unwrap();
+        // Its container does not exist yet, and will.
+        let gone = LeaseHolder {
+            directory: "/absent".into(),
+            ..a
+        };
+        place.give_back(&on("a", "1")).unwrap();
+        let lease = place.take(&gone, LONG).unwrap();
+        let shared = lease.share().unwrap();
+        drop(lease);
+        assert!(place.take(&b, LONG).is_err());
+        drop(shared);
+        place.take(&b, LONG).unwrap();
     }
 }

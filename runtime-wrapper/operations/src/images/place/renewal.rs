@@ -6,13 +6,14 @@
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
 use super::Place;
-use super::lease::{self, LeaseHolder};
+use super::lease::{self, LeaseHolder, NameLease};
 use crate::run::{child, log};
 
 /// The name under which this program renews a lease.
@@ -24,26 +25,28 @@ const MAKING: Duration = Duration::from_secs(120);
 /// A lease may miss all renewals but one.
 const RENEWALS: u32 = 3;
 
-/// Starts the process for a container whose lease is noted.
-pub fn start(id: &str, limit: Duration) -> io::Result<()> {
+/// Starts the process for a container whose lease is noted, and that exists or is going to. It keeps the lease's lock until
+/// the container exists.
+pub fn start(id: &str, limit: Duration, lease: &NameLease) -> io::Result<Child> {
     let mut command = child::detached(NAME);
-    command
-        .args([id, &limit.as_secs().to_string()])
-        .current_dir("/");
-    command.spawn().map(drop)
+    let (limit, maker) = (limit.as_secs().to_string(), std::process::id().to_string());
+    command.args([id, &limit, &maker]).current_dir("/");
+    command.stdin(lease.share()?).spawn()
 }
 
 /// Runs the process.
 pub fn main(args: &[OsString]) -> ExitCode {
     log::init_at(Path::new(log::DETACHED));
-    let [_, id, seconds] = args else {
+    let [_, id, seconds, maker] = args else {
         return ExitCode::FAILURE;
     };
-    let seconds = seconds.to_str().and_then(|s| s.parse().ok());
-    let (Some(path), Some(seconds)) = (lease::note_of(id), seconds) else {
+    let number = |text: &OsString| text.to_str().and_then(|s| s.parse().ok());
+    let (Some(path), Some(seconds), Some(maker)) =
+        (lease::note_of(id), number(seconds), number(maker))
+    else {
         return ExitCode::FAILURE;
     };
-    match keep(&path, Duration::from_secs(seconds)) {
+    match keep(&path, Duration::from_secs(seconds), maker) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             tracing::error!("{}: its lease is not renewed any more: {e}", path.display());
@@ -52,19 +55,31 @@ pub fn main(args: &[OsString]) -> ExitCode {
     }
 }
 
-/// Renews the lease of this note until the note is gone, or the container.
-fn keep(path: &Path, limit: Duration) -> Result<(), String> {
-    let note = File::open(path).map_err(|e| e.to_string())?;
+/// Renews the lease of this note until the note is gone, or the container. `maker`: the process that makes the container, or
+/// becomes the low-level runtime that does.
+fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
+    let note = match File::open(path) {
+        // No container was made.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        note => note.map_err(|e| e.to_string())?,
+    };
     let note = note.metadata().map_err(|e| e.to_string())?.ino();
     let (place, me) = lease::read_note(path).ok_or("the note cannot be read")?;
-    let (made, mut renewed) = (Instant::now(), Instant::now());
+    let (mut made, mut renewed) = (Instant::now(), Instant::now());
+    let mut lock = io::stdin().as_fd().try_clone_to_owned().ok();
+    let null = File::open("/dev/null").map_err(|e| e.to_string())?;
+    nix::unistd::dup2_stdin(&null).map_err(|e| e.to_string())?;
     loop {
         std::thread::sleep(LOOK.min(limit / RENEWALS));
         // A later container of this id has another one.
         if !fs::symlink_metadata(path).is_ok_and(|found| found.ino() == note) {
             return Ok(());
         }
-        if !me.is_here() && made.elapsed() > MAKING {
+        if me.is_here() {
+            drop(lock.take());
+        } else if u64::from(std::os::unix::process::parent_id()) == maker {
+            made = Instant::now();
+        } else if made.elapsed() > MAKING {
             return Ok(());
         }
         if renewed.elapsed() >= limit / RENEWALS {
