@@ -52,6 +52,8 @@ const CLOCK: &str = ".clock-";
 const WRITER: &str = ".writer";
 /// A complete checkpoint without its name after this time has lost its writer, and so has one without its lock.
 const RENAME_LIMIT: Duration = Duration::from_secs(60);
+/// What another host has begun is left alone for so long, also where it seems to have no lock.
+const OF_ANOTHER_HOST: Duration = Duration::from_secs(24 * 3600);
 /// How many others may take the next number first.
 const TRIES: u64 = 100;
 
@@ -299,7 +301,7 @@ impl Place {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 made => made?,
             }
-            let lock = make_locked(&path.join(WRITER), &[])?;
+            let lock = make_locked(&path.join(WRITER), lease::this_host().as_bytes())?;
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
@@ -327,9 +329,13 @@ impl Place {
     /// Removes an incomplete checkpoint that nobody writes any more.
     fn sweep(&self, number: u64) {
         let path = self.partial(number);
-        let abandoned = match lock_file(&path.join(WRITER)) {
-            Ok(lock) => lock.is_some(),
-            Err(_) => self.age(&path).is_ok_and(|age| age > RENAME_LIMIT),
+        let writer = path.join(WRITER);
+        let text = fs::read_to_string(&writer).unwrap_or_default();
+        let older = |limit| self.age(&path).is_ok_and(|age| age > limit);
+        let abandoned = match lock_file(&writer) {
+            // Another host's lock may be known there alone.
+            Ok(lock) => lock.is_some() && (text == lease::this_host() || older(OF_ANOTHER_HOST)),
+            Err(_) => older(RENAME_LIMIT),
         };
         if abandoned && !path.join(names::METADATA).exists() {
             let _ = fs::remove_dir_all(path);

@@ -56,12 +56,10 @@ pub struct LeaseHolder {
 impl LeaseHolder {
     /// A container of this host.
     pub fn here(container: &str, directory: PathBuf) -> Self {
-        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-        let name = nix::unistd::gethostname().unwrap_or_default();
-        let host = format!("{} {}", name.to_string_lossy(), read("/etc/machine-id"));
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
-            host: host.trim().to_owned(),
-            boot: read("/proc/sys/kernel/random/boot_id").trim().to_owned(),
+            host: this_host(),
+            boot: boot.trim().to_owned(),
             container: container.to_owned(),
             directory,
             given_back: false,
@@ -88,6 +86,14 @@ impl LeaseHolder {
             false => self.host.contains(' ').then_some(false),
         }
     }
+}
+
+/// Returns this host's name and, if it has one, the machine's id.
+pub(super) fn this_host() -> String {
+    let name = nix::unistd::gethostname().unwrap_or_default();
+    let id = fs::read_to_string("/etc/machine-id").unwrap_or_default();
+    let host = format!("{} {id}", name.to_string_lossy());
+    host.trim().to_owned()
 }
 
 /// Returns how long a lease of this container counts; `None`: it has none, as many copies may run.

@@ -143,7 +143,7 @@ fn what_killed_writers_left() {
     let killed = |number: u64, complete: bool, age: u64| {
         let path = place.partial(number);
         fs::create_dir_all(&path).unwrap();
-        File::create(path.join(WRITER)).unwrap();
+        fs::write(path.join(WRITER), lease::this_host()).unwrap();
         if complete {
             let file = File::create(path.join(names::METADATA)).unwrap();
             let then = SystemTime::now() - Duration::from_secs(age);
@@ -157,12 +157,20 @@ fn what_killed_writers_left() {
     killed(4, false, 0);
     // Its writer has not locked it yet.
     fs::remove_file(place.partial(4).join(WRITER)).unwrap();
+    for (number, age) in [(5, 3600), (6, 25 * 3600)] {
+        killed(number, false, 0);
+        fs::write(place.partial(number).join(WRITER), "far").unwrap();
+        let then = SystemTime::now() - Duration::from_secs(age);
+        let directory = File::open(place.partial(number)).unwrap();
+        directory.set_modified(then).unwrap();
+    }
     let next = place.begin().unwrap();
+    assert!(place.partial(5).is_dir() && !place.partial(6).exists());
     assert!(place.partial(4).is_dir());
     assert!(!place.partial(1).exists());
     assert!(place.complete(2).is_dir() && !place.partial(2).exists());
     assert!(place.partial(3).is_dir());
-    assert_eq!(next.path(), place.partial(5));
+    assert_eq!(next.path(), place.partial(7));
 }
 
 #[test]
