@@ -41,6 +41,7 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	cargo build --quiet --workspace
 	for low in crun runc; do CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/mutations $$low 10000 1 $$(nproc) || exit 1; done
 	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::killed
+	FAULT_ROUNDS=160 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::faults
 	SWARM_PART=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::swarm
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done

@@ -172,6 +172,18 @@ mod on_stop {
         with run_part;
         swarm: V1 ["drain"] "archive/lib.sh" + "swarm/lib.sh" + "on_stop/swarm.sh";
     }
+
+    /// `FAULT_ROUNDS`, of two faults each, and `FAULT_SEED`: by default what CI runs.
+    fn run_rounds(cgroup: super::Cgroup, arguments: &[&str], scripts: &[&str]) {
+        let rounds = crate::setting("FAULT_ROUNDS", arguments[1]);
+        let seed = crate::setting("FAULT_SEED", arguments[2]);
+        crate::run(cgroup, &[arguments[0], &rounds, &seed], scripts);
+    }
+
+    crate::scenarios! {
+        with run_rounds;
+        faults: V2 ["crun" "5" "1000"] "on_stop/faults.sh";
+    }
 }
 
 /// Random operations with random faults, a sample: `make campaign` runs more.

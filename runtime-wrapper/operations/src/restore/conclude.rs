@@ -26,6 +26,9 @@ use crate::security::lsm;
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
 
+/// A runtime that a signal ended has an exit code above, and CRIU goes on without it.
+const SIGNALED: i32 = 128;
+
 /// `amd`: CRIU's amdgpu plugin took part.
 ///
 /// # Errors
@@ -47,6 +50,9 @@ pub(super) fn conclude(
     let lost = failed && finished.error.is_some();
     // A container in the foreground ends with its own exit code, and leaves no process behind.
     let lives = !failed || !ran.detach && ended.passed && !lost;
+    if ended.code > SIGNALED {
+        changed.restoring.end_criu();
+    }
     let left = failed && changed.cgroups.kill();
     if left {
         // CRIU may have died after the container was frozen for its start.

@@ -92,6 +92,21 @@ impl RestoreNote {
         })
     }
 
+    /// Kills a CRIU that nobody watches any more. It waits for ever for processes that were killed, or has yet to make some.
+    pub fn end_criu(&self) {
+        for _ in 0..ROUNDS {
+            let mut criu = criu_with(&self.log);
+            criu.retain(|pid| !is_watched(*pid));
+            if criu.is_empty() {
+                break;
+            }
+            for pid in criu {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
     /// Unmounts what a CRIU that was killed has left mounted in its work directory, and crun for it. Whoever removed the
     /// bundle would reach the host's cgroups through it. Does nothing while a CRIU writes its log there.
     pub fn unmount(&self) {
@@ -118,18 +133,7 @@ pub fn end(directory: &Path) {
     let Some(left) = RestoreNote::noted(directory) else {
         return;
     };
-    // CRIU waits for ever for processes that were killed.
-    for _ in 0..ROUNDS {
-        let mut criu = criu_with(&left.log);
-        criu.retain(|pid| !is_watched(*pid));
-        if criu.is_empty() {
-            break;
-        }
-        for pid in criu {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-        }
-        std::thread::sleep(PAUSE);
-    }
+    left.end_criu();
     for _ in 0..ROUNDS {
         if !left.cgroups.kill() {
             break;
