@@ -100,7 +100,7 @@ fn fronts() -> Option<&'static [(usize, usize)]> {
 }
 
 /// # Safety
-/// As for [`call`].
+/// As for [`crate::driver::call`].
 unsafe fn call_many(real: usize, [a, b, c, d, e, f, g, h, i, j, k, l]: [usize; 12]) -> c_int {
     if real == 0 {
         return NOT_INITIALIZED;
