@@ -34,9 +34,9 @@ use crate::images::place::{self, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
+use crate::restore;
 use crate::restore::new_container::NewContainer;
 use crate::restore::new_container::hooks::NewHooks;
-use crate::restore::{self, CreationGuard};
 use crate::run::application::{self, Moment};
 use crate::run::{metrics, operation};
 use crate::vram::preload;
@@ -212,7 +212,6 @@ fn restored(
     let wait = inv.verb == Verb::Create;
     let hooks = NewHooks::of(ctx, &inv.id, inv.bundle(), spec)?;
     let new = NewContainer::of(spec, wait, hooks);
-    let _guard = CreationGuard::of(ctx, inv);
     let code = restore::run_new(&restoring, &inv_of_restore, &new)?;
     if wait {
         waiting::begin(&restoring, &inv_of_restore)?;

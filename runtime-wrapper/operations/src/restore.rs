@@ -24,69 +24,18 @@ mod open;
 mod plan;
 mod prepare;
 pub mod private_root;
-
-/// Watches over the process that restores a container for an engine, and removes the container if that is killed: an engine's
-/// monitor (conmon) would wait for what the container prints, and never report the failure.
-pub struct CreationGuard {
-    done: PipeWriter,
-}
-
-impl CreationGuard {
-    /// The name under which this program does so.
-    pub const NAME: &str = "cryopod-guard";
-
-    /// Starts it for a container that is to outlive this process. `None`: it is not, or there is one of this name.
-    pub fn of(ctx: &Context, inv: &Invocation) -> Option<Self> {
-        let outlives = inv.verb == Verb::Create || inv.flags.has("detach");
-        if !outlives || state::directory(ctx, inv).exists() {
-            return None;
-        }
-        let started = io::pipe().and_then(|(reader, done)| {
-            let mut command = child::detached(Self::NAME);
-            command.args(&ctx.args).stdin(reader).spawn()?;
-            Ok(Self { done })
-        });
-        let warn = |e: &io::Error| tracing::warn!("{}: {e}", Self::NAME);
-        started.inspect_err(warn).ok()
-    }
-
-    /// Runs the process.
-    pub fn main(ctx: &Context) -> ExitCode {
-        // A byte, or the end of whoever would have written it.
-        match io::stdin().read(&mut [0]) {
-            Ok(0) => {}
-            _ => return ExitCode::SUCCESS,
-        }
-        log::init_at(Path::new(log::DETACHED));
-        operation::sweep_dead();
-        if let Some(inv) = argv::decode(ctx.low.kind, &ctx.args) {
-            tracing::warn!("{}: its restore was killed; it is removed", inv.id);
-            state::remove(ctx, &inv, &SystemTools::from_env());
-        }
-        ExitCode::SUCCESS
-    }
-}
-
-impl Drop for CreationGuard {
-    fn drop(&mut self) {
-        let _ = self.done.write_all(b".");
-    }
-}
-
 #[cfg(test)]
 mod reach_tests;
 mod run;
 mod searchable;
 mod volume_files;
 
-use std::io::{self, PipeWriter, Read, Write};
-use std::path::Path;
+use std::io;
 use std::process::ExitCode;
 
 use cryopod_gpu_plan::mapping::gpumap;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
-use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
@@ -95,7 +44,7 @@ use crate::bundle::{Edit, hold};
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::Request;
-use crate::request::argv::{self, Invocation, Verb};
+use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state;
@@ -104,8 +53,7 @@ use crate::restore::new_container::NewContainer;
 use crate::run::application::{self, Moment};
 use crate::run::child::Signals;
 use crate::run::mount_namespace;
-use crate::run::operation::{self, Operation};
-use crate::run::{child, log};
+use crate::run::operation::Operation;
 use crate::vram::preload;
 
 /// Restores a container. Execs the low-level runtime, which says what it lacks, where there are no images.
@@ -119,7 +67,6 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         Err(OpenError::NoImages(_)) => return Err(without_images(ctx, inv)),
         opened => opened?,
     };
-    let _guard = CreationGuard::of(ctx, inv);
     let code = restore(ctx, inv, checkpoint, None)?;
     if inv.flags.has("detach") {
         application::notify(ctx, inv, &spec, Moment::AfterRestore);
