@@ -115,6 +115,8 @@ if ! sealed; then
 fi
 check 'ctr -> archive' cryopod pack -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/checkpoint:1 "${sign[@]}"
 
+if cryopod import oci-archive:/tmp/ctr.oci.tar -e containerd -q > /tmp/said 2>&1; then echo 'another image is replaced' && exit 1; fi
+check 'import: an archive takes no name that an image has' says /tmp/said 'has an image localhost/checkpoint:1 already'
 sum=$(sum job)
 ctr tasks kill -s SIGKILL job && wait_for sh -c 'ctr tasks ls | grep -q STOPPED'
 ctr tasks rm job > /dev/null && ctr containers rm job

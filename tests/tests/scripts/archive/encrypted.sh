@@ -54,6 +54,8 @@ cryopod unpack oci:/tmp/plain -o /tmp/unpacked -q
 dd if=/tmp/unpacked/checkpoint/vram-0000.img of=/dev/shm/secret/gpu bs=64 skip=50000 count=1 status=none
 python3 /tmp/find.py /tmp/plain | sort > /tmp/said
 check 'not encrypted: both secrets are found' sh -c 'grep -q "^host" /tmp/said && grep -q "^gpu" /tmp/said'
+if cryopod push oci:/tmp/plain "$at:0" --tls-verify=false -q > /tmp/said 2>&1; then echo 'pushed in plain' && exit 1; fi
+check 'not encrypted: not pushed' says /tmp/said 'is not encrypted, and encrypt.recipients are set'
 rm -rf /tmp/plain /tmp/unpacked
 
 if cryopod export job -e podman -o /tmp/job.tar.zst -q > /tmp/said 2>&1; then echo "encrypted podman's file" && exit 1; fi
