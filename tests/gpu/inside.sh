@@ -319,13 +319,28 @@ denied() { # NAME NODE: even a node made anew for the host's NODE does not open 
 }
 
 archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, and back; the VRAM files' shards on the way
-    local label=$3 to=/var/lib/containers/job.oci before out back verified from
+    local label=$3 to=/var/lib/containers/job.oci out back verified from
+    archived "$1" "$2" || return
+    out_and_back "$label" || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson out "$out" \
+        --argjson back "$back" --argjson verify "$verified" --argjson bytes "$(du -s "$to" | awk '{print $1 * 1024}')" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: {export_s: $out.seconds, steps: $out.steps, archive_bytes: $bytes},
+          restore: {import_s: $back.seconds, steps: $back.steps}, verify_s: $verify}')"
+    jq -c '{case, checkpoint, restore, verify_s}' <<< "$(tail -n 1 /out/results.jsonl)"
+    rm -rf "$to"
+}
+
+archived() { # RUNTIME SIZE: the container that is exported
     low_level "$1"
     gpu_args 1
     job_command "$2" 0
     start job --annotation dev.cryopod.vram=on "${gpu[@]}" "$image" "${job[@]}" || return
     sleep 1
-    out=$(timeout 300 cryopod export job -e podman -o "oci:$to" --quiet --timings) || { keep_logs job "$label" && return 1; }
+}
+
+out_and_back() { # LABEL [OPTION...]: exports with these options to $to, removes, verifies, imports; sets out, verified and back
+    local label=$1 before && shift
+    out=$(timeout 300 cryopod export job -e podman -o "oci:$to" --quiet --timings "$@" | tail -n 1) || { keep_logs job "$label" && return 1; }
     keep_logs job "$label"
     before=$(lines job)
     pod rm -f -t 0 job > /dev/null || return
@@ -333,14 +348,38 @@ archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, an
     cryopod verify --quiet "oci:$to" || return
     verified=$(since "$from")
     cryopod inspect "oci:$to" > "/logs/$label.inspect.txt" || return
-    back=$(timeout 300 cryopod import "oci:$to" -e podman --restore --quiet --timings) || return
-    verdict job "$label" "$before" || return
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson out "$(tail -n 1 <<< "$out")" \
-        --argjson back "$(tail -n 1 <<< "$back")" --argjson verify "$verified" --argjson bytes "$(du -s "$to" | awk '{print $1 * 1024}')" \
-        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: {export_s: $out.seconds, steps: $out.steps, archive_bytes: $bytes},
-          restore: {import_s: $back.seconds, steps: $back.steps}, verify_s: $verify}')"
-    jq -c '{case, checkpoint, restore, verify_s}' <<< "$(tail -n 1 /out/results.jsonl)"
-    rm -rf "$to"
+    back=$(timeout 300 cryopod import "oci:$to" -e podman --restore --quiet --timings | tail -n 1) || return
+    verdict job "$label" "$before"
+}
+
+sealed() { # RUNTIME SIZE LABEL: encrypted and plain in turns, twice each, of one container
+    local label=$3 to=/var/lib/containers/job.oci out back verified from round kind all='[]' option
+    # A key for this test alone, as the machine has no program that makes one.
+    local recipient=age1jw22srkaw33trn4yjqxzdd0x8w3ekzgrnd4e4udqg6xkva3lhanqqangk3 key=AGE-SECRET-KEY-10E8C2KTQPSFKDM5W5N46CXZCGF4P8X0SWHE0G0Q7T936ZRHMQ0TS2LLCMD
+    archived "$1" "$2" || return
+    for round in 1 2; do
+        for kind in plain sealed; do
+            printf '[encrypt]\nidentities = ["/etc/cryopod/key"]\n' > /tmp/encrypt
+            echo "$key" > /etc/cryopod/key
+            low_level "$1"
+            cat /tmp/encrypt >> /etc/cryopod/config.toml
+            option=(--no-encrypt)
+            [ "$kind" = plain ] || option=(--encrypt-to "$recipient")
+            out_and_back "$label.$kind.$round" "${option[@]}" || return
+            all=$(jq -c --arg kind "$kind" --argjson out "$out" --argjson back "$back" --argjson verify "$verified" \
+                '. + [{kind: $kind, export_s: $out.seconds, import_s: $back.seconds, verify_s: $verify, export: $out.steps, import: $back.steps}]' <<< "$all")
+            jq -c '.[-1]' <<< "$all"
+            rm -f /etc/cryopod/key
+            if [ "$kind" = sealed ] && cryopod inspect "oci:$to" > /dev/null 2>&1; then say "$label: read without the key" && return 1; fi
+            rm -rf "$to"
+        done
+    done
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson all "$all" '
+        def least(kind; what): [$all[] | select(.kind == kind) | .[what]] | min;
+        def times(what): least("sealed"; what) / least("plain"; what);
+        {case: $case, ok: true, runtime: $runtime, size: $size, runs: $all,
+         times: {export: times("export_s"), import: times("import_s"), verify: times("verify_s")}}')"
+    jq -c '{case, times}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
 archive_speed() { # LABEL: tests/bench/archive.sh on this machine, in memory
@@ -397,6 +436,7 @@ for part in $parts; do
         overlap) if [ -e /dev/userfaultfd ]; then overlap; fi ;;
         unreadable) for rt in $runtimes; do run_case "unreadable-$rt" unreadable "$rt" "$vram_size"; done ;;
         archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;
+        sealed) run_case "sealed-$vram_size" sealed "${runtimes%% *}" "$vram_size" ;;
         archive-vram) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size" ;;
         vram-two) run_case vram-two two_vrams "${runtimes%% *}" "$two_size" ;;
         vram-apart) run_case vram-apart two_containers "${runtimes%% *}" "$two_size" ;;
