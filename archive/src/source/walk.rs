@@ -329,7 +329,12 @@ impl Layer {
     /// Compares the digests with those of manifest and config. The blob's digest must be there. If it matches, a wrong
     /// digest of the decompressed content is a mistake of the config; only a verification looks for it.
     pub(crate) fn check(&self, digests: &Digests) -> Result<(), Bad> {
-        let (blob, content) = (&digests.blob, &digests.content);
+        let blob = &digests.blob;
+        // That of an encrypted content would confirm a guess, so the config has the blob's.
+        let content = match self.descriptor.is_encrypted() {
+            true => blob,
+            false => &digests.content,
+        };
         if blob.as_ref() != Some(&self.descriptor.digest) {
             let found = blob
                 .as_ref()

@@ -164,7 +164,7 @@ fn images_that_are_not_what_they_say() {
     count.refused("more than 600 bytes of content", |p: &Path| {
         let layer = zstd(&Tar::good().end());
         let mut image = Layout::new(vec![layer]);
-        image.media = vec!["application/vnd.oci.image.layer.v1.tar+zstd"];
+        image.media[0] += "+zstd";
         let change = |m: &mut Value| {
             m["layers"][0]["annotations"] = json!({"dev.cryopod.layer.bytes": "600"})
         };
@@ -252,5 +252,5 @@ fn images_that_are_not_what_they_say() {
         let link = Tar::good().raw(b"checkpoint/x", b'2', b"/etc", b"").end();
         Layout::new(vec![link]).write(p, same, same, none);
     });
-    assert!(count.0 >= 40, "{}", count.0);
+    assert!(count.0 >= 40 && count.1 >= 29, "{} {}", count.0, count.1);
 }

@@ -96,7 +96,7 @@ pub fn gzip(data: &[u8]) -> Vec<u8> {
 /// An image whose parts a test changes before it is written.
 pub struct Layout {
     pub layers: Vec<Vec<u8>>,
-    pub media: Vec<&'static str>,
+    pub media: Vec<String>,
     pub config: Value,
     pub manifest: Value,
     pub index: Value,
@@ -107,7 +107,7 @@ impl Layout {
     pub fn new(layers: Vec<Vec<u8>>) -> Self {
         let diff_ids: Vec<_> = layers.iter().map(|l| Digest::of(l).to_string()).collect();
         Self {
-            media: vec![LAYER; layers.len()],
+            media: vec![LAYER.into(); layers.len()],
             layers,
             config: json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids}}),
             manifest: json!({"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json"}),

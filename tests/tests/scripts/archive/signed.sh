@@ -78,3 +78,47 @@ configure other
 rm -rf /var/cache/cryopod
 check 'another key' refused 'no key of restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
 check 'another key: the registry' refused 'no key of restore.keys' copies "docker://$at:1"
+
+# What is hostile is as hostile when a good key has signed it.
+cat > /tmp/seeds.py << 'P'
+import base64, glob, hashlib, json, os, subprocess
+kinds = {b'\x28\xb5\x2f\xfd': '+zstd', b'\x1f\x8b\x08\x00': '+gzip'}
+oci = 'application/vnd.oci.image.'
+for seed in glob.glob('/src/fuzz/corpus/*/*'):
+    place = '/srv/checkpoints/' + '-'.join(seed.split('/')[-2:])
+    os.makedirs(place + '/blobs/sha256')
+    def put(content, media):
+        digest = hashlib.sha256(content).hexdigest()
+        open(f'{place}/blobs/sha256/{digest}', 'wb').write(content)
+        return {'mediaType': oci + media, 'digest': 'sha256:' + digest, 'size': len(content)}
+    layer = open(seed, 'rb').read()
+    layer = put(layer, 'layer.v1.tar' + kinds.get(layer[:4], ''))
+    config = {'architecture': 'amd64', 'os': 'linux', 'rootfs': {'type': 'layers', 'diff_ids': [layer['digest']]}}
+    config = put(json.dumps(config).encode(), 'config.v1+json')
+    manifest = {'schemaVersion': 2, 'mediaType': oci + 'manifest.v1+json', 'config': config, 'layers': [layer]}
+    manifest = put(json.dumps(manifest).encode(), 'manifest.v1+json')
+    json.dump({'schemaVersion': 2, 'manifests': [manifest]}, open(place + '/index.json', 'w'))
+    json.dump({'imageLayoutVersion': '1.0.0'}, open(place + '/oci-layout', 'w'))
+    payload = json.dumps({'critical': {'identity': {'docker-reference': 'a/b'}, 'image': {'docker-manifest-digest': manifest['digest']},
+        'type': 'cosign container image signature'}}).encode()
+    signature = subprocess.check_output(['openssl', 'dgst', '-sha256', '-sign', '/tmp/ours.key'], input=payload)
+    text = lambda content: base64.b64encode(content).decode()
+    stored = json.dumps({'mimeType': 'application/vnd.dev.cosign.simplesigning.v1+json', 'payload': text(payload),
+        'annotations': {'dev.cosignproject.cosign/signature': text(signature)}})
+    open(place + '.sig', 'wb').write(b'\0sigstore-json\n' + stored.encode())
+P
+python3 /tmp/seeds.py
+seeds() { # prints what is said of each
+    local index place
+    for index in /srv/checkpoints/*-*/index.json; do
+        place=${index%/*}
+        echo "$place $(cryopod cache pull -q "oci:$place" 2>&1 && echo taken)"
+        rm -rf /var/cache/cryopod
+    done
+}
+configure ours
+seeds > /tmp/signed
+sed -i '/^require/d' /etc/cryopod/config.toml
+seeds > /tmp/unsigned
+check 'hostile and signed: as without' diff /tmp/signed /tmp/unsigned
+check 'refused for what they are' test "$(grep -c 'not made by a checkpoint' /tmp/signed)" -ge 10
