@@ -23,8 +23,8 @@ const TICK: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_secs(3600);
 
 static STARTED: AtomicBool = AtomicBool::new(false);
-/// Descriptors that a forked child must not keep: our end, the agent's, and the memfd.
-static DESCRIPTORS: [AtomicI32; 3] = [const { AtomicI32::new(-1) }; 3];
+/// Descriptors that a forked child must not keep: our end, the agent's, the memfd, and the copy that is kept.
+static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
 
 /// Starts the thread, once. A process in which that fails works, and its memory is the driver's affair.
 pub fn start() {
@@ -74,6 +74,7 @@ fn try_start() -> io::Result<()> {
         pid: i32::try_from(std::process::id()).unwrap_or(-1),
         tid,
         agent_end: agents.as_raw_fd(),
+        spare: -1,
     };
     let mut file = File::from(memfd_create(MEMFD, MemfdFlags::CLOEXEC)?);
     file.write_all(&card.encode())?;
@@ -95,6 +96,10 @@ struct Control<'a> {
     socket: &'a OwnedFd,
     state: State,
     kept: Option<OwnedFd>,
+    /// `kept` stays when the calls go on.
+    stays: bool,
+    /// What has stayed.
+    spare: Option<OwnedFd>,
     /// Pieces keep their places.
     placed: bool,
     /// Memory that could not be taken back yet: nothing else has the contents.
@@ -111,6 +116,8 @@ fn serve(socket: &OwnedFd) {
         socket,
         state: State::Open,
         kept: None,
+        stays: false,
+        spare: None,
         placed: false,
         untaken: Vec::new(),
         number: 0,
@@ -196,6 +203,7 @@ impl Control<'_> {
                 self.stop(limits)
             }
             (Request::Export, State::Open) => {
+                self.set_spare(None);
                 memory::be_patient();
                 self.placed = true;
                 self.export(false)
@@ -240,8 +248,16 @@ impl Control<'_> {
                 state::give_up();
                 filled
             }
+            (Request::Spare, State::Away) => {
+                self.stays = self.kept.is_some();
+                self.stays.then_some(()).ok_or(Reason::Order)
+            }
             (Request::Forget, State::Away) => {
                 self.kept = None;
+                Ok(())
+            }
+            (Request::Forget, State::Open) => {
+                self.set_spare(None);
                 Ok(())
             }
             (Request::Fill, State::Open | State::Stopped(_)) => {
@@ -257,9 +273,31 @@ impl Control<'_> {
     /// Opens the gate.
     fn go_on(&mut self) {
         self.state = State::Open;
-        (self.kept, self.placed) = (None, false);
+        self.placed = false;
+        let kept = self.kept.take();
+        if std::mem::take(&mut self.stays) {
+            self.set_spare(kept);
+        }
         self.untaken.clear();
         gate::open();
+    }
+
+    /// Notes the copy where the agent looks for it, and lets go of the one before.
+    fn set_spare(&mut self, spare: Option<OwnedFd>) {
+        let fd = spare.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        DESCRIPTORS[3].store(fd, SeqCst);
+        let number = fd.to_le_bytes();
+        let card = DESCRIPTORS[2].load(SeqCst);
+        // SAFETY: reads four bytes.
+        unsafe {
+            libc::pwrite(
+                card,
+                number.as_ptr().cast(),
+                number.len(),
+                Card::SPARE_AT as i64,
+            )
+        };
+        self.spare = spare;
     }
 
     fn piece(&self, offset: u64, bytes: u64, fd: &OwnedFd) {
@@ -271,6 +309,9 @@ impl Control<'_> {
     }
 
     fn stop(&mut self, [limit, hold]: [Duration; 2]) -> Result<(), Reason> {
+        // So that no copy that others change is left, whatever fails, and none is in a checkpoint.
+        let placed = self.placed || (self.spare.is_some() && memory::is_compact());
+        self.set_spare(None);
         let (limit, hold) = (limit.min(LONGEST), hold.min(LONGEST));
         let until = Instant::now() + limit;
         if !gate::holds_all() {
@@ -290,7 +331,7 @@ impl Control<'_> {
             }
             std::thread::sleep(TICK);
         }
-        let exported = idle::finished(until).and_then(|()| self.export(self.placed));
+        let exported = idle::finished(until).and_then(|()| self.export(placed));
         match exported {
             Ok(()) => self.state = State::Stopped(Instant::now() + hold),
             Err(_) => self.go_on(),

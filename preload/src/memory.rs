@@ -377,6 +377,17 @@ pub fn export_all(keep: bool, each: impl FnMut(Exported)) -> Result<(), c_int> {
     export_those(&mut memory.map, each)
 }
 
+/// Whether most of the file is pieces, as long as they keep their places.
+pub fn is_compact() -> bool {
+    let mut memory = memory();
+    let ends = memory.map.movable();
+    let (bytes, end) = ends.fold((0u64, 0), |(bytes, end), (_, piece)| {
+        let of_piece = piece.offset.saturating_add(piece.bytes);
+        (bytes.saturating_add(piece.bytes), of_piece.max(end))
+    });
+    end <= bytes.saturating_mul(2)
+}
+
 fn export_those(map: &mut Map, mut each: impl FnMut(Exported)) -> Result<(), c_int> {
     for (_, piece) in map.movable() {
         each(export(piece.handle, piece.offset, piece.bytes)?);

@@ -467,6 +467,11 @@ for part in $parts; do
             run_case serving serving "${runtimes%% *}" 26 4096
             annotations=()
             ;;
+        turns)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case turns turns "${runtimes%% *}" 26 4096
+            annotations=()
+            ;;
         digests) run_case digests digests_agree ;;
         preload-programs) preload_programs ;;
         preload-cost)

@@ -221,3 +221,85 @@ preload_cost() { # LABEL: what a container loses by the library while nothing ha
     done
     costs_are "$1" "$all"
 }
+
+turns() { # RUNTIME LAYERS WIDTH LABEL: a server that is suspended without a copy kept and with one; then two that take turns
+    local label=$4 command=() how from to start began out in slow said runs='[]' switches='[]' i names
+    low_level "$1"
+    if [ -n "$sim" ] || [ -z "$python" ]; then
+        gpu_args 1
+        job_command "$vram_size" 0
+        command=("${job[@]}")
+    else
+        train_command 1 any
+        gpu+=(--shm-size 2g "${torch_env[@]}")
+        command=("$python" /work/serve.py 1000000 unix "$2" "$3")
+    fi
+    serve() {
+        pod run -d --name "$1" "${annotations[@]}" "${gpu[@]}" "$image" "${command[@]}" > /dev/null &&
+            wait_for more_lines "$1" 60 || { podman logs "$1" | tail -n 5 && return 1; }
+    }
+    # No answer differs from an earlier one to the same question.
+    right() {
+        podman logs "$1" > "/logs/$label.$1.out" 2>&1
+        ! grep -q CORRUPT "/logs/$label.$1.out" && { [ "${command[1]}" != /work/serve.py ] ||
+            awk '$3 == "ok" {k = $1 % 50; if (k in was && was[k] != $2) bad = 1; was[k] = $2} END {exit bad}' "/logs/$label.$1.out"; }
+    }
+    log_of() { podman inspect --format '{{.HostConfig.LogConfig.Path}}' "$1"; }
+    # answers LOG LINES: waits for more lines than these.
+    answers() {
+        local end=$((SECONDS + 60))
+        until [ "$(wc -l < "$1")" -gt "$2" ]; do
+            [ "$SECONDS" -lt "$end" ] || { say "$label: no answer" && return 1; }
+            sleep 0.002
+        done
+    }
+    said() { "$@" > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }; }
+    # away NAME and back NAME set `out`, and `in` with the time to the first answer `slow`; both add to `said`.
+    away() {
+        start=$(now)
+        said cryopod suspend "$1" || return
+        out=$(since "$start") said=$(paste -s -d ' ' "/logs/$label.said")
+    }
+    back() {
+        local log n
+        log=$(log_of "$1") n=$(wc -l < "$(log_of "$1")") start=$(now)
+        said cryopod resume "$1" || return
+        in=$(since "$start")
+        answers "$log" "$n" || return
+        slow=$(since "$start") said+=" $(paste -s -d ' ' "/logs/$label.said")"
+    }
+    serve one || return
+    sleep 3
+    for how in without without without first kept kept kept; do
+        [ "$how" != first ] || printf '[suspend]\nkeep = 64\n' >> /etc/cryopod/config.toml
+        away one && { [ -z "$(memory_on)" ] || { say "$label: memory is left on GPU $(memory_on)" && return 1; }; } && back one || return
+        say "$label: $how: $out and $in s, answers after $slow s; $said"
+        runs=$(jq -c --arg how "$how" --argjson out "$out" --argjson in "$in" --argjson slow "$slow" --arg said "$said" \
+            '. + [{how: $how, suspend_s: $out, resume_s: $in, answers_s: $slow, said: $said}]' <<< "$runs")
+        sleep 2
+        right one || { say "$label: $how: an answer is wrong" && return 1; }
+    done
+    away one && serve two || return
+    sleep 3
+    away two && back one || return
+    for i in $(seq 3); do
+        for names in 'one two' 'two one'; do
+            read -r from to <<< "$names"
+            sleep 2
+            began=$(now)
+            away "$from" && back "$to" || return
+            slow=$(since "$began")
+            right "$to" || { say "$label: an answer is wrong" && return 1; }
+            say "$label: turn $i: $to answers $slow s after $from had to stop; $said"
+            switches=$(jq -c --argjson slow "$slow" --argjson out "$out" --argjson in "$in" '. + [{switch_s: $slow, suspend_s: $out, resume_s: $in}]' <<< "$switches")
+        done
+    done
+    cryopod top --json > "/logs/$label.top.json"
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson runs "$runs" --argjson switches "$switches" \
+        --argjson kept "$(jq '[.[] | select(.step == "copy kept").done_bytes]' "/logs/$label.top.json")" '
+        def mid(k): map(.[k]) | sort | .[(length - 1) / 2 | floor];
+        def of(how): $runs | map(select(.how == how)) | {suspend_s: mid("suspend_s"), resume_s: mid("resume_s"), answers_s: mid("answers_s")};
+        {case: $case, ok: true, runtime: $runtime, without: of("without"), first: of("first"), kept: of("kept"),
+            switch_s: ($switches | mid("switch_s")), kept_bytes: $kept, runs: $runs, switches: $switches}')"
+    jq -c 'del(.runs, .switches)' <<< "$(tail -n 1 /out/results.jsonl)"
+}

@@ -213,6 +213,7 @@ mod docker {
 mod examples {
     crate::scenarios! {
         podman: V2 [] "examples/podman.sh";
+        turns: V2 ["crun"] "vram/job.sh" + "examples/turns.sh";
         containerd: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/containerd.sh";
         docker: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/docker.sh";
         kubernetes: V2 [] "examples/kubernetes.sh";

@@ -13,6 +13,7 @@ crate::scenarios! {
     not_copied: V2 ["crun"] "vram/job.sh" + "vram/not_copied.sh";
     handed_over_by_the_preload_library: V2 ["crun"] "vram/job.sh" + "vram/preload.sh";
     copied_once_it_goes_on: V2 ["crun"] "vram/job.sh" + "vram/preload_later.sh";
+    a_copy_stays_between_suspends: V2 ["crun"] "vram/job.sh" + "vram/keep.sh";
     ranks_over_nccl: V2 ["crun"] "vram/job.sh" + "vram/nccl.sh";
     suspended_and_resumed_crun: V2 ["crun"] "vram/job.sh" + "vram/suspend.sh";
     suspended_and_resumed_runc: V1 ["runc"] "vram/job.sh" + "vram/suspend.sh";

@@ -10,6 +10,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use console::Term;
+use cryopod_cuda::preload::Library;
+use cryopod_cuda::procfs;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_operations::run::progress::{self, Running};
@@ -105,10 +107,29 @@ impl Looks {
                     rate,
                 }
             })
+            .chain(kept())
             .collect();
         self.before = seen.iter().map(|s| (s.pid, (now, s.done))).collect();
         seen
     }
+}
+
+/// The copies of GPU memory that stay with resumed containers.
+fn kept() -> impl Iterator<Item = SeenBytes> {
+    let of = |pid| {
+        let bytes = Library::spare_bytes(pid);
+        (bytes > 0).then(|| SeenBytes {
+            pid,
+            operation: "suspend".into(),
+            name: procfs::comm(pid),
+            step: "copy kept".into(),
+            seconds: 0.0,
+            done: bytes,
+            total: 0,
+            rate: None,
+        })
+    };
+    procfs::pids().into_iter().filter_map(of)
 }
 
 /// Seconds since a time in milliseconds since 1970.

@@ -20,6 +20,7 @@ use cryopod_operations::pause::suspended::SuspendedRecord;
 
 use crate::engines::container::Container;
 use crate::gpu_memory::suspend::{SuspendWork, find, steps};
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -93,6 +94,12 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             started.elapsed().as_secs_f64(),
             steps(&done)
         );
+        if done.kept > 0 {
+            println!(
+                "{} of host memory keep the copy for the next suspend",
+                ui::bytes(done.kept)
+            );
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

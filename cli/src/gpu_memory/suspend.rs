@@ -7,6 +7,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, bail};
 use cryopod_cuda::exchange::client::Client;
+use cryopod_cuda::messages::report::GpuUser;
+use cryopod_cuda::preload::Library;
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::suspend::{Done, How, SuspendError, suspend};
 use cryopod_cuda::vram::memory;
@@ -128,13 +130,17 @@ fn say(args: &Args, done: &Done, took: Duration) {
         Some(to) => format!("in {}", to.display()),
         None => "in host memory".into(),
     };
+    let moved = done
+        .copied
+        .map(|bytes| format!(", {} moved", ui::bytes(bytes)));
     println!(
-        "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}",
+        "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}{}",
         args.container,
         took.as_secs_f64(),
         steps(done),
         ui::bytes(bytes),
         done.processes.len(),
+        moved.unwrap_or_default(),
     );
     if let Some(reason) = &done.left_out {
         println!("without VRAM files: {}", ui::plain(reason));
@@ -195,6 +201,7 @@ impl SuspendWork {
             step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
             nccl_quiesce_ms: config.nccl.quiesce_ms(),
             refuse_shared: true,
+            keep: u64::from(config.suspend.keep) << 30,
         })
     }
 
@@ -208,7 +215,8 @@ impl SuspendWork {
 /// Checks that host memory has room for the processes' GPU memory.
 fn room(agent: &RunningAgent, pids: &[i32]) -> anyhow::Result<()> {
     let users = agent.ready.users.iter().filter(|u| pids.contains(&u.pid));
-    let need: u64 = users.map(|user| user.bytes).sum();
+    let lacks = |user: &GpuUser| user.bytes.saturating_sub(Library::spare_bytes(user.pid));
+    let need: u64 = users.map(lacks).sum();
     let available = memory::available();
     if need > 0 && need.saturating_add(SPARE) > available {
         bail!(

@@ -302,11 +302,12 @@ impl<D: Driver> Agent<D> {
                 buffer,
                 threads,
                 limit_ms,
+                keep,
                 ..
             } => {
                 let limit = Duration::from_millis(*limit_ms);
                 self.preloads
-                    .bring_in(pid, *buffer, *threads, limit, &self.vram_files)
+                    .bring_in(pid, *buffer, *threads, limit, *keep, &self.vram_files)
                     .map(|()| Outcome::Done)
             }
             _ => Err(error(ErrorKind::BadRequest, op.name())),

@@ -22,6 +22,7 @@ use std::collections::{HashMap, HashSet};
 use cryopod_archive::container::surroundings::ForeignMount;
 
 use crate::refusal::Refusal;
+use cryopod_cuda::preload::Library;
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo;
 use cryopod_host::processes::{Fd, Process, Scan};
@@ -185,7 +186,7 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
             );
         }
         for (fd, target) in outside(process, &mounts) {
-            if is_queue(host, process.pid, &fd) {
+            if is_queue(host, process.pid, &fd) || Library::has_spare(process.pid, &fd) {
                 continue;
             }
             add(

@@ -321,6 +321,7 @@ impl Session {
             buffer: memory.iter().find(|(of, _)| *of == pid).map(|(_, id)| *id),
             threads: each,
             limit_ms,
+            keep: false,
         };
         let (replies, not_stopped) = self.released_batch("preload", &threads, op)?;
         let (mut first, mut times) = (None, Vec::new());

@@ -44,18 +44,23 @@ pub struct Card {
     pub tid: i32,
     /// The agent's end of the socket pair.
     pub agent_end: i32,
+    /// The copy that [`Request::Spare`] left; `-1`: none.
+    pub spare: i32,
 }
 
 impl Card {
     pub const BYTES: usize = 24;
+    /// Where `spare` is.
+    pub const SPARE_AT: u64 = 20;
 
     /// Returns the bytes that the memfd holds.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        for (to, number) in bytes[8..]
-            .chunks_exact_mut(4)
-            .zip([self.pid, self.tid, self.agent_end])
+        for (to, number) in
+            bytes[8..]
+                .chunks_exact_mut(4)
+                .zip([self.pid, self.tid, self.agent_end, self.spare])
         {
             to.copy_from_slice(&number.to_le_bytes());
         }
@@ -76,6 +81,7 @@ impl Card {
             pid: number(0)?,
             tid: number(4)?,
             agent_end: number(8)?,
+            spare: number(12)?,
         })
     }
 }
@@ -101,7 +107,7 @@ pub enum Request {
     Go,
     /// Keeps the attached file, which holds the contents of all pieces.
     Keep,
-    /// Lets go of the file kept: somebody else has it.
+    /// Lets go of the file kept: somebody else has it, or nobody needs it.
     Forget,
     /// Answers with a piece that has the file kept.
     Kept,
@@ -110,6 +116,8 @@ pub enum Request {
     Fill,
     /// Answers [`Answer::Done`] if the memory is away.
     State,
+    /// Has the file kept stay when the calls go on, until [`Request::Stop`], [`Request::Export`] or [`Request::Forget`].
+    Spare,
     /// Answers with the [`nccl::Report`].
     NcclLook,
     /// Lets NCCL's calls wait, but for a process whose counters are behind the attached ones ([`nccl::encode_clocks`]).
@@ -225,6 +233,7 @@ packets! {
     16 NcclIdle limit_ms;
     17 TakeBack offset bytes;
     18 Export;
+    19 Spare;
 }
 
 impl Answer {
@@ -494,6 +503,7 @@ mod tests {
             pid: 1,
             tid: -2,
             agent_end: 30,
+            spare: -1,
         };
         assert_eq!(Card::decode(&card.encode()), Some(card));
         assert_eq!(Card::decode(&[0; Card::BYTES]), None);

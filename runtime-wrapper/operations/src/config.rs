@@ -64,6 +64,7 @@ pub struct Config {
     pub store: store::StoreOptions,
     pub cache: cache::CacheOptions,
     pub encrypt: encrypt::EncryptOptions,
+    pub suspend: SuspendOptions,
     pub limits: TimeLimits,
 }
 
@@ -193,6 +194,14 @@ impl Default for Nccl {
             quiesce_s: seconds.and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MIN),
         }
     }
+}
+
+/// `[suspend]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SuspendOptions {
+    /// Host memory for the copies that stay with resumed containers, in GiB.
+    pub keep: u32,
 }
 
 /// `[amd]`.

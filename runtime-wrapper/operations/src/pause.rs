@@ -273,6 +273,7 @@ impl PauseDriver {
             step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
             nccl_quiesce_ms: ctx.config.nccl.quiesce_ms(),
             refuse_shared: true,
+            keep: 0,
         })
     }
 

@@ -174,6 +174,7 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         step_timeout_ms: 3000,
         nccl_quiesce_ms: 1000,
         refuse_shared: true,
+        keep: 0,
     };
     let mut noted = None;
     let suspended = suspend(&mut client, &[victim.pid()], &how, &mut |done| {

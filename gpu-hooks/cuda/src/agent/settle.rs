@@ -207,6 +207,7 @@ impl<D: Driver> Agent<D> {
             buffer: None,
             threads: usual_threads(),
             limit_ms,
+            keep: false,
         };
         let mut done = self.perform_in_turn(bring_in.clone(), limit);
         if matches!(&done, Err(cause) if cause.kind == ErrorKind::OutOfMemory) {

@@ -9,6 +9,7 @@ mod gpus;
 mod pipeline;
 mod ring;
 
+pub use digest::Digest;
 pub use gpus::Gpus;
 
 use self::pipeline::{Block, Host};

@@ -239,6 +239,9 @@ pub enum Op {
         buffer: Option<u64>,
         threads: usize,
         limit_ms: u64,
+        /// Whether the file that the process keeps stays with it, if [`Hold::Keep`] made it.
+        #[serde(default)]
+        keep: bool,
     },
 }
 
@@ -249,6 +252,8 @@ pub enum Hold {
     /// They are free once they are copied.
     #[default]
     No,
+    /// The same, and the copy has what the next one needs ([`Op::PreloadIn`]).
+    Keep,
     /// They are copied, and stay until the process has its memory again, which it then has sooner.
     Copied,
     /// They are copied after the process has its memory again, if the GPU has room for both.

@@ -11,10 +11,11 @@ pub mod process;
 use crate::copy::Piece;
 use crate::procfs;
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use rustix::fs::fcntl_get_seals;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Most pieces that a process may have.
@@ -38,6 +39,7 @@ pub struct Library {
     socket: OwnedFd,
     /// The thread that answers, in the process's PID namespace.
     pub tid: i32,
+    spare: i32,
 }
 
 impl Library {
@@ -53,6 +55,7 @@ impl Library {
         Some(Self {
             socket,
             tid: card.tid,
+            spare: card.spare,
         })
     }
 
@@ -163,6 +166,28 @@ impl Library {
             .find(|thread| inner(thread) == Some(tid))
     }
 
+    /// Returns the copy that the process holds ([`Request::Spare`]).
+    fn spare(&self, pid: i32) -> Option<File> {
+        // Versions without it say 0.
+        let spare = Some(self.spare).filter(|fd| *fd > 0)?;
+        let file = cryopod_host::pidfd::take(pid, spare).ok()?;
+        // Only files in memory have seals; a process may name any.
+        fcntl_get_seals(&file).ok()?;
+        Some(file.into())
+    }
+
+    /// Whether a descriptor is that of the copy that the process holds. It lets go of it at a checkpoint.
+    pub fn has_spare(pid: i32, fd: &str) -> bool {
+        card(pid).is_some_and(|card| card.spare > 0 && card.spare.to_string() == fd)
+    }
+
+    /// Returns the host memory of the copy that a process holds, in bytes.
+    pub fn spare_bytes(pid: i32) -> u64 {
+        let spare = Self::of(pid).and_then(|library| library.spare(pid));
+        let meta = spare.and_then(|file| file.metadata().ok());
+        meta.map_or(0, |meta| meta.blocks().saturating_mul(512))
+    }
+
     /// Has the process let go of the file with its memory.
     ///
     /// # Errors
@@ -259,7 +284,11 @@ mod tests {
     #[test]
     fn a_late_answer_is_not_taken_for_another_one() {
         let (own, socket) = wire::pair().unwrap();
-        let library = Library { socket, tid: 0 };
+        let library = Library {
+            socket,
+            tid: 0,
+            spare: -1,
+        };
         let short = Duration::from_millis(10);
         let late = library.ask(Request::Release, None, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
@@ -299,7 +328,11 @@ mod tests {
         // Answers to another request, and one to this request that does not end.
         for (number, first, rest) in [(1, short, long), (2, long, short)] {
             let (own, socket) = wire::pair().unwrap();
-            let library = Library { socket, tid: 0 };
+            let library = Library {
+                socket,
+                tid: 0,
+                spare: -1,
+            };
             wire::set_receive_limit(&library.socket, long).unwrap();
             let flood = flood(own, number, || Answer::Data);
             let endless = library.answer(2, first, rest).unwrap_err();

@@ -9,10 +9,12 @@
 
 mod ahead;
 mod held;
+pub mod kept;
 mod later;
 
 use self::ahead::Ahead;
 use self::held::{Held, Room};
+use self::kept::Kept;
 use super::{Library, size};
 use crate::copy::{Gpus, Imported, Piece, Way};
 use crate::gpus::gpu::GpuUuid;
@@ -193,8 +195,14 @@ impl Preloads {
         let chunk = write.map(|to| to.config.chunk_bytes);
         drop(self.promised().remove(&pid));
         let ahead = self.ahead().remove(&pid);
+        let kept = match hold {
+            Hold::Keep => Kept::of(pid),
+            _ => None,
+        };
         let in_vain = ahead.as_ref().map(|ahead| ahead.buffer.id);
-        let taken = self.take_out_of(pid, threads, limit, hold, chunk, joining, ahead, files);
+        let taken = self.take_out_of(
+            pid, threads, limit, hold, chunk, joining, ahead, kept, files,
+        );
         // A process that could not be given its memory back still needs the buffer.
         if let Some(buffer) = in_vain.filter(|_| !self.is_out(pid)) {
             give_up(buffer, files);
@@ -215,6 +223,7 @@ impl Preloads {
         chunk: Option<u32>,
         joining: Joining<'_>,
         ahead: Option<Ahead>,
+        kept: Option<Kept>,
         files: &Arc<VramFiles>,
     ) -> Result<TakenOut, DriverError> {
         let Some(library) = Library::of(pid) else {
@@ -240,7 +249,17 @@ impl Preloads {
             });
         }
         let later = hold == Hold::CopyLater && pieces.len() <= MAX_HELD;
-        let taken = match self.copied(pid, &pieces, threads, later, joining, ahead, files) {
+        let copied = match hold {
+            Hold::Keep => {
+                let copied = self.copied_to_keep(pid, &pieces, threads, kept, files);
+                copied.or_else(|error| {
+                    tracing::info!(pid, "its copy cannot be kept: {error}");
+                    self.copied(pid, &pieces, threads, false, joining, ahead, files)
+                })
+            }
+            _ => self.copied(pid, &pieces, threads, later, joining, ahead, files),
+        };
+        let taken = match copied {
             Ok(taken) => taken,
             Err(error) => {
                 // Without this it goes on after a while.
@@ -290,7 +309,7 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        if hold == Hold::No {
+        if matches!(hold, Hold::No | Hold::Keep) {
             held.clear();
         }
         let out = Out {
@@ -311,7 +330,7 @@ impl Preloads {
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
         call_off(buffer.id, files);
-        self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
+        self.bring_in(pid, Some(buffer.id), threads, RELEASE, false, files)?;
         give_up(buffer.id, files);
         Ok(TakenOut::LeftOut(told(&error).message))
     }
@@ -342,7 +361,7 @@ impl Preloads {
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
         call_off(buffer, files);
-        self.bring_in(pid, Some(buffer), threads, RELEASE, files)?;
+        self.bring_in(pid, Some(buffer), threads, RELEASE, false, files)?;
         give_up(buffer, files);
         Ok(Some(told(&error).message))
     }
@@ -426,13 +445,14 @@ impl Preloads {
         buffer: Option<u64>,
         threads: usize,
         limit: Duration,
+        keep: bool,
         files: &Arc<VramFiles>,
     ) -> Result<(), DriverError> {
         let library = library_of(pid)?;
         let own = self.out().get(&pid).map(|out| out.buffer);
         let file = match buffer.or(own) {
             Some(id) => files.file(id)?,
-            None => kept(&library, limit)?,
+            None => file_of(&library, limit)?,
         };
         let ask = |request| {
             let answer = library.ask(request, None, limit);
@@ -471,6 +491,10 @@ impl Preloads {
             Some(later) if !later.released && ask(Request::State).is_err() => Ok(()),
             _ => fill_while_allocating(end, &held, &ask, &fill),
         };
+        // Only the file that the process keeps may stay with it.
+        if keep && back.is_ok() && buffer.or(own).is_none() && kept::is_whole(&file) {
+            let _ = ask(Request::Spare).inspect_err(|error| tracing::info!("{error}"));
+        }
         if let Err(error) = back.and_then(|()| ask(Request::Go).map(drop)) {
             held.put_all_away();
             let rest = held.left();
@@ -581,7 +605,7 @@ fn library_of(pid: i32) -> Result<Library, DriverError> {
     })
 }
 
-fn kept(library: &Library, limit: Duration) -> Result<File, DriverError> {
+fn file_of(library: &Library, limit: Duration) -> Result<File, DriverError> {
     let pieces = library.ask(Request::Kept, None, limit);
     let piece = pieces.map_err(|error| told(&error))?.pop();
     let piece = piece.ok_or_else(|| failed(ErrorKind::Vram, "it keeps no file"))?;

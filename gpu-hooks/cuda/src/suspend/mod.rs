@@ -56,6 +56,8 @@ pub struct How {
     pub nccl_quiesce_ms: u64,
     /// Whether processes that share GPU memory are refused.
     pub refuse_shared: bool,
+    /// Host memory for the copies that stay with processes after a resume, in bytes, of all processes of this host.
+    pub keep: u64,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -66,6 +68,10 @@ pub struct Done {
     pub steps: Vec<(&'static str, u64)>,
     /// Why the driver's memory is not the agent's, where it is not.
     pub left_out: Option<String>,
+    /// Bytes that had changed since the last suspend, where a copy of it is kept.
+    pub copied: Option<u64>,
+    /// Host memory of the copies that stay, in bytes.
+    pub kept: u64,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -189,6 +195,8 @@ pub fn lock(
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
     let (threads, mut done) = found_running(client, pids)?;
+    // CRIU would dump them.
+    preload::drop_copies(&threads);
     lock_all(client, &threads, how, &mut done)?;
     leave(client, &done, note)?;
     Ok(done)
@@ -365,6 +373,7 @@ pub fn resume(
     if !wait.is_empty() {
         let micros = preload::bring_in(client, &wait, &loaded, how)?;
         done.steps.push(("preload", micros));
+        done.kept = preload::keep_within(how.keep, &wait);
     }
     // Whatever fails now, they are resumed.
     let lost = preload::nccl_up(client, &done.processes);

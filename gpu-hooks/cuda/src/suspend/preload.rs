@@ -5,6 +5,7 @@ use crate::exchange::client::Client;
 use crate::gpus::gpu::GpuUuid;
 use crate::messages::protocol::{Hold, NcclDone, Op, Outcome, TakenOut};
 use crate::preload::Library;
+use crate::procfs;
 use crate::vram::{SharedBuffer, VramBuffer};
 use std::collections::BTreeMap;
 
@@ -39,11 +40,15 @@ pub(super) fn take_out(
 ) -> Result<Vec<Out>, SuspendError> {
     let each = threads_each(how, threads.len());
     let timeout_ms = how.lock_timeout_ms;
+    let hold = match keeps(how) {
+        true => Hold::Keep,
+        false => Hold::No,
+    };
     let op = |pid| Op::PreloadOut {
         pid,
         timeout_ms,
         threads: each,
-        hold: Hold::No,
+        hold,
         write: None,
     };
     let (micros, answers) = all(client, "preload", threads, &op)?;
@@ -54,7 +59,15 @@ pub(super) fn take_out(
             Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
                 tracing::warn!(pid, "its GPU memory is left to the driver: {reason}");
             }
-            Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) => {
+            Outcome::TakenOut(TakenOut::Out {
+                buffer,
+                bytes,
+                copied,
+                ..
+            }) => {
+                if keeps(how) {
+                    *done.copied.get_or_insert_default() += copied;
+                }
                 let id = buffer.id;
                 out.push(Out { pid, id, bytes });
             }
@@ -142,6 +155,35 @@ pub(super) fn bring_in(
         buffer: buffers.get(&pid).copied(),
         threads: each,
         limit_ms,
+        keep: keeps(how),
     };
     all(client, "preload", threads, &op).map(|(micros, _)| micros)
+}
+
+/// Whether the memory stays in host memory when the processes have it again.
+fn keeps(how: &How) -> bool {
+    how.keep > 0 && how.directory.is_none()
+}
+
+/// Has processes let go of their copies if this host's copies are larger than `limit` together. Returns what they hold.
+pub(super) fn keep_within(limit: u64, threads: &Threads) -> u64 {
+    let of = |pid: &i32| Library::spare_bytes(*pid);
+    let kept: u64 = threads.iter().map(|(pid, _)| of(pid)).sum();
+    if kept == 0 || procfs::pids().iter().map(of).sum::<u64>() <= limit {
+        return kept;
+    }
+    drop_copies(threads);
+    threads.iter().map(|(pid, _)| of(pid)).sum()
+}
+
+/// Has processes let go of their copies.
+pub(super) fn drop_copies(threads: &Threads) {
+    for (pid, _) in threads
+        .iter()
+        .filter(|(pid, _)| Library::spare_bytes(*pid) > 0)
+    {
+        if let Some(Err(error)) = Library::of(*pid).map(|library| library.forget()) {
+            tracing::warn!(pid, "it keeps a copy of its GPU memory: {error}");
+        }
+    }
 }

@@ -289,6 +289,19 @@ impl VramFiles {
         self.allocate(bytes, Some(pid)).map(|(_, shared)| shared)
     }
 
+    /// The same in a file of the caller's, of which so many bytes are to be allocated.
+    pub fn adopt(
+        &self,
+        pid: i32,
+        file: File,
+        bytes: u64,
+        missing: u64,
+    ) -> Result<SharedBuffer, DriverError> {
+        self.may_have(&Wanted { pid, bytes })?;
+        there_is(missing)?;
+        Ok(self.keep(file, bytes, Some(pid)).1)
+    }
+
     /// Makes memory; what was reserved for the process is used first. Also returns how many bytes are not allocated.
     fn make(&self, pid: i32, bytes: u64) -> Result<(Arc<Buffer>, SharedBuffer, u64), DriverError> {
         self.may_have(&Wanted { pid, bytes })?;

@@ -5,7 +5,7 @@
 
 use super::held::Taken;
 use super::{MAX_HELD, Preloads, call_off, failed, told};
-use crate::copy::{Copier, Imported, Way};
+use crate::copy::{Copier, Digest, Imported, Way};
 use crate::messages::protocol::{CopiedAhead, DriverError, ErrorKind, Hold, Op, Outcome, WriteTo};
 use crate::preload::{Library, size};
 use crate::vram::SharedBuffer;
@@ -44,18 +44,30 @@ impl Ahead {
     ) -> Result<Vec<Range<u64>>, DriverError> {
         let mut digests = copier.digests(pieces, self.chunk)?;
         digests.sort_unstable_by_key(|(place, _)| *place);
-        let copied = |place| self.digests.get(place).map(blake3::Hash::as_bytes);
-        let changed = digests.iter().filter(|(at, now)| copied(at) != Some(now));
-        let mut ranges: Vec<Range<u64>> = Vec::new();
-        for (at, _) in changed {
-            let end = at + self.chunk;
-            match ranges.last_mut() {
-                Some(last) if last.end == *at => last.end = end,
-                _ => ranges.push(*at..end),
-            }
-        }
-        Ok(ranges)
+        Ok(differing(&digests, self.chunk, |place| {
+            self.digests.get(&place).map(blake3::Hash::as_bytes)
+        }))
     }
+}
+
+/// The ranges whose digests are not those that were `copied`, in order.
+pub(super) fn differing<'a>(
+    digests: &[(u64, Digest)],
+    chunk: u64,
+    copied: impl Fn(u64) -> Option<&'a Digest>,
+) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for (at, now) in digests {
+        if copied(*at) == Some(now) {
+            continue;
+        }
+        let end = at + chunk;
+        match ranges.last_mut() {
+            Some(last) if last.end == *at => last.end = end,
+            _ => ranges.push(*at..end),
+        }
+    }
+    ranges
 }
 
 impl Preloads {
