@@ -75,16 +75,6 @@ impl Mapped {
         if file.metadata()?.len() < bytes {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        Self::of(file, len, writable)
-    }
-
-    /// Maps a file that another program still extends. What lies beyond its end must not be read.
-    pub fn growing(file: &File, bytes: u64) -> io::Result<Self> {
-        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        Self::of(file, len, false)
-    }
-
-    fn of(file: &File, len: usize, writable: bool) -> io::Result<Self> {
         if len == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }

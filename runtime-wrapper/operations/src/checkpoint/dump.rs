@@ -8,12 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use cryopod_amd::image::Images;
-use cryopod_amd::pages::{Expected, Packing};
+use cryopod_amd::pages;
 use cryopod_amd::saved;
 use cryopod_amd::unpause::unpause;
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_cuda::procfs;
+use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
@@ -175,8 +176,8 @@ struct Completion<'a> {
     since: Instant,
     slot: &'a mut Option<MetadataSlot>,
     metadata: &'a mut Metadata,
-    /// The memory of AMD's GPUs on its way into VRAM files.
-    packing: Option<Packing>,
+    /// How AMD's GPU memory goes into VRAM files, if it does.
+    packing: Option<VramConfig>,
     signals: &'a child::Signals,
     /// The processes that CRIU has stopped, by pid and start time.
     stopped: Vec<(i32, u64)>,
@@ -279,15 +280,15 @@ impl Completion<'_> {
         }
     }
 
-    fn pack(&mut self, packing: Packing) -> Result<(), String> {
-        let required = packing.required;
+    fn pack(&mut self, config: VramConfig) -> Result<(), String> {
+        let required = config.required;
         let left = self.limit.saturating_sub(self.since.elapsed());
         let interrupted = Cell::new(false);
         let look = || {
             interrupted.set(self.signals.interrupted());
             interrupted.get()
         };
-        let Some(finished) = packing.finish(left, look) else {
+        let Some(finished) = pages::pack(&self.request.images, config, left, look) else {
             return Err(if interrupted.get() {
                 "interrupted while the GPU memory was written".into()
             } else {
@@ -296,8 +297,8 @@ impl Completion<'_> {
         };
         match finished {
             Ok(None) => {}
-            Ok(Some(packed)) => {
-                self.metadata.gpu.vram = Some(packed.facts);
+            Ok(Some(facts)) => {
+                self.metadata.gpu.vram = Some(facts);
                 self.metadata.timings.durable_us = Some(micros(self.since.elapsed()));
             }
             Err(e) if required => return Err(format!("the GPU memory: {e}")),
@@ -307,25 +308,18 @@ impl Completion<'_> {
     }
 }
 
-/// Begins to move the memory of AMD's GPUs into VRAM files. `None`: there is none, it is to stay in CRIU's images, or
-/// NVIDIA's takes those files.
+/// How the memory of AMD's GPUs goes into VRAM files. `None`: there is none, it is to stay in CRIU's images, or NVIDIA's
+/// takes those files.
 fn packing(
     request: &Request<'_>,
     planned: &DumpPlan,
     slot: Option<&MetadataSlot>,
-) -> Result<Option<Packing>, Error> {
-    let processes = amd_users(planned).len();
-    if slot.is_none() || processes == 0 || !planned.gpus.users_of(Vendor::Nvidia).is_empty() {
+) -> Result<Option<VramConfig>, Error> {
+    let nvidia = planned.gpus.users_of(Vendor::Nvidia);
+    if slot.is_none() || amd_users(planned).is_empty() || !nvidia.is_empty() {
         return Ok(None);
     }
-    let gpus = planned.gpus.gpu.gpus.iter();
-    let gpus = gpus.filter(|gpu| gpu.vendor == Vendor::Amd).count();
-    let config = vram::checkpoint(request)?;
-    let expected = Expected {
-        files: processes * gpus,
-        host_bytes: planned.gpus.memory_bytes,
-    };
-    Ok(config.map(|config| Packing::start(&request.images, config, expected)))
+    vram::checkpoint(request)
 }
 
 /// The pid and start time of all processes of a container that are not exiting.
