@@ -471,12 +471,12 @@ proptest! {
             }
             digests.push(made);
         }
-        let taken: Vec<OnceLock<Ahead<'_>>> = (early.iter().zip(&late).zip(&given).zip(&digests))
+        let taken: Vec<Ahead<'_>> = (early.iter().zip(&late).zip(&given).zip(&digests))
             .map(|(((bytes, late), given), digests)| {
                 let complete = settled && bytes == late;
                 let bytes = if complete { given } else { bytes };
                 let digests = complete.then_some(digests);
-                Ahead { bytes, complete, digests }.into()
+                Ahead { bytes, complete, digests }
             })
             .collect();
         let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
@@ -511,7 +511,7 @@ fn a_writer_that_has_not_finished_leaves_nothing() {
         complete: false,
         digests: None,
     };
-    writer.ahead(&[taken.into()], &filled, &over).unwrap();
+    writer.ahead(&[taken], &filled, &over).unwrap();
     assert!(dir.path().join(names::vram_shard(0)).exists());
     drop(writer);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -539,7 +539,7 @@ fn bytes_that_are_not_what_their_digest_says_are_refused() {
         };
         let filled = [AtomicUsize::new(0)];
         let over = AtomicBool::new(true);
-        writer.ahead(&[taken.into()], &filled, &over).unwrap();
+        writer.ahead(&[taken], &filled, &over).unwrap();
         let sources = [MemorySource {
             id: "a",
             bytes: &other,

@@ -182,12 +182,11 @@ impl<'a> Writer<'a> {
         digests.iter().map(needed).collect()
     }
 
-    /// Writes memory while another program fills it, until `over`. A memory that is not set yet may come later; those
-    /// before it must be set. `filled` tells for each memory how many bytes from its start are probably there. Memory
-    /// that is not complete may change in any way.
+    /// Writes memory while another program fills it, until `over`. `filled` tells for each memory how many bytes from its
+    /// start are probably there. Memory that is not complete may change in any way.
     pub fn ahead(
         &mut self,
-        memory: &[OnceLock<Ahead<'_>>],
+        memory: &[Ahead<'_>],
         filled: &[AtomicUsize],
         over: &AtomicBool,
     ) -> Result<(), VramError> {
@@ -198,8 +197,7 @@ impl<'a> Writer<'a> {
         // A run of chunks that are complete: the memory's number, its bytes, and the first chunk's number.
         let next = || {
             let mut taken = lock(&taken);
-            let there = memory.iter().map_while(OnceLock::get);
-            let mut each = there.zip(filled).zip(taken.iter_mut()).enumerate();
+            let mut each = memory.iter().zip(filled).zip(taken.iter_mut()).enumerate();
             let ready =
                 |(_, ((ahead, filled), from)): &(_, ((&Ahead<'_>, &AtomicUsize), &mut usize))| {
                     (**from + RUN) * size <= filled.load(Relaxed).min(ahead.bytes.len())
@@ -241,9 +239,10 @@ impl<'a> Writer<'a> {
             }
         })?;
         self.ahead = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let there = memory.iter().map_while(OnceLock::get);
-        self.settled = there.clone().map(|m| m.complete).collect();
-        let digests = there.map(|m| m.digests.and_then(OnceLock::get).cloned());
+        self.settled = memory.iter().map(|m| m.complete).collect();
+        let digests = memory
+            .iter()
+            .map(|m| m.digests.and_then(OnceLock::get).cloned());
         self.digests = digests.map(Option::unwrap_or_default).collect();
         Ok(())
     }

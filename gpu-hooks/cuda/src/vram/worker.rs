@@ -295,7 +295,6 @@ fn write(
             digests: (memory.state == State::Filling).then_some(digests),
         });
         let memory: Vec<Ahead<'_>> = ahead.collect();
-        let all_there: Vec<OnceLock<_>> = memory.iter().copied().map(OnceLock::from).collect();
         let filled: Vec<_> = filling.iter().map(filled_so_far).collect();
         let over = AtomicBool::new(memory.is_empty());
         std::thread::scope(|scope| {
@@ -305,7 +304,7 @@ fn write(
             let (bytes, fronts): (Vec<_>, Vec<_>) = watched.unzip();
             let over = &over;
             scope.spawn(move || filling::watch(&bytes, &fronts, over));
-            let ahead = scope.spawn(|| writer.ahead(&all_there, &filled, over));
+            let ahead = scope.spawn(|| writer.ahead(&memory, &filled, over));
             let complete = told_complete(&filled, |number, path| {
                 let (Some(memory), Some(made)) = (filling.get(number), digests.get(number)) else {
                     return Ok(());
