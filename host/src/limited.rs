@@ -1,54 +1,117 @@
 //! Runs other programs, with a time limit each.
 
 use std::io::{self, Read, Write};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
-use std::thread;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-const MAX_BYTES: u64 = 4 << 20;
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::unistd::{Pid, getpgid};
+
+/// Most bytes that are kept of each output. The rest is read, too: the program goes on.
+const KEPT: u64 = 4 << 20;
 /// The longest pause between two checks whether a program has ended.
 const PAUSE: Duration = Duration::from_millis(5);
+/// How long the output of a program that has ended may take to end: its children may hold it open.
+const REST: Duration = Duration::from_millis(500);
 
-/// Runs a program to its end. Passes it `stdin`, and returns what it prints; its standard error is as `command` has it.
-/// Kills it after `limit`, but not its children.
+/// How long a program may run.
+#[derive(Debug, Clone, Copy)]
+pub struct ProgramLimit {
+    pub time: Duration,
+    /// How long it may take to end after SIGTERM. Zero: it is killed at once.
+    pub grace: Duration,
+}
+
+impl From<Duration> for ProgramLimit {
+    fn from(time: Duration) -> Self {
+        let grace = Duration::ZERO;
+        Self { time, grace }
+    }
+}
+
+/// Runs a program to its end, and returns what it prints; its standard error if that is a pipe in `command`. Passes it
+/// `stdin`, or leaves it what `command` has. Ends it after the limit; if it leads a process group, all of that.
 ///
 /// # Errors
 /// It cannot be run; [`io::ErrorKind::TimedOut`].
 pub fn run(
     command: &mut Command,
-    stdin: &[u8],
-    limit: Duration,
-) -> io::Result<(ExitStatus, Vec<u8>)> {
-    let until = Instant::now() + limit;
-    let mut child = command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let (input, output) = (child.stdin.take(), child.stdout.take());
-    let stdin = stdin.to_vec();
-    let said = within(&mut child, until, limit, move || {
+    stdin: Option<&[u8]>,
+    limit: impl Into<ProgramLimit>,
+) -> io::Result<Output> {
+    let limit = limit.into();
+    let until = Instant::now() + limit.time;
+    if stdin.is_some() {
+        command.stdin(Stdio::piped());
+    }
+    let mut child = command.stdout(Stdio::piped()).spawn()?;
+    if let (Some(mut input), Some(stdin)) = (child.stdin.take(), stdin) {
+        let stdin = stdin.to_vec();
         // A program that does not read its input does not need it.
-        if let Some(mut input) = input {
-            let _ = input.write_all(&stdin);
-        }
-        let mut bytes = Vec::new();
-        if let Some(output) = output {
-            output.take(MAX_BYTES).read_to_end(&mut bytes)?;
-        }
-        Ok(bytes)
-    })?;
+        thread::spawn(move || input.write_all(&stdin));
+    }
+    let (out, err) = (drain(child.stdout.take()), drain(child.stderr.take()));
+    if let Some(status) = ended(&mut child, until)? {
+        return Ok(Output {
+            status,
+            stdout: out.bytes(),
+            stderr: err.bytes(),
+        });
+    }
+    if !limit.grace.is_zero() {
+        let _ = kill(pid(&child), Signal::SIGTERM);
+        ended(&mut child, Instant::now() + limit.grace)?;
+    }
+    Err(give_up(&mut child, limit.time))
+}
+
+fn pid(child: &Child) -> Pid {
+    Pid::from_raw(i32::try_from(child.id()).unwrap_or(i32::MAX))
+}
+
+fn ended(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
     let mut pause = Duration::from_micros(200);
     loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok((status, said));
-        }
-        if Instant::now() >= until {
-            return Err(give_up(&mut child, limit));
+        let status = child.try_wait()?;
+        if status.is_some() || Instant::now() >= until {
+            return Ok(status);
         }
         thread::sleep(pause);
         pause = (pause * 2).min(PAUSE);
     }
+}
+
+/// What a thread has read so far.
+struct OutputReader {
+    read: Arc<Mutex<Vec<u8>>>,
+    thread: JoinHandle<()>,
+}
+
+impl OutputReader {
+    fn bytes(self) -> Vec<u8> {
+        let end = Instant::now() + REST;
+        while !self.thread.is_finished() && Instant::now() < end {
+            thread::sleep(Duration::from_micros(200));
+        }
+        std::mem::take(&mut *self.read.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> OutputReader {
+    let read = Arc::new(Mutex::new(Vec::new()));
+    let kept = Arc::clone(&read);
+    let thread = thread::spawn(move || {
+        let Some(mut pipe) = pipe else { return };
+        let mut part = vec![0; 64 << 10];
+        while let Ok(n @ 1..) = pipe.read(&mut part) {
+            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            let room = (KEPT as usize).saturating_sub(kept.len());
+            kept.extend_from_slice(&part[..n.min(room)]);
+        }
+    });
+    OutputReader { read, thread }
 }
 
 /// Does work that may hang because of a child; kills the child after the limit.
@@ -72,37 +135,72 @@ pub fn within<T: Send + 'static>(
 }
 
 fn give_up(child: &mut Child, limit: Duration) -> io::Error {
-    let _ = child.kill();
-    let _ = child.wait();
-    let what = format!("no answer within {} s, it was killed", limit.as_secs());
+    if let Ok(None) = child.try_wait() {
+        let pid = pid(child);
+        if getpgid(Some(pid)) == Ok(pid) {
+            let _ = killpg(pid, Signal::SIGKILL);
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    let what = format!("no answer within {limit:?}; it was ended");
     io::Error::new(io::ErrorKind::TimedOut, what)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::CommandExt;
 
     const LONG: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(50);
 
-    fn sh(script: &str, stdin: &[u8], limit: Duration) -> io::Result<(ExitStatus, Vec<u8>)> {
-        run(Command::new("sh").args(["-c", script]), stdin, limit)
+    fn sh(script: &str, stdin: &[u8], limit: impl Into<ProgramLimit>) -> io::Result<Output> {
+        let mut command = Command::new("sh");
+        run(
+            command.args(["-c", script]).process_group(0),
+            Some(stdin),
+            limit,
+        )
     }
 
     #[test]
     fn what_it_is_told_and_says() {
-        let (status, said) = sh("cat; exit 3", b"told", LONG).unwrap();
-        assert_eq!((status.code(), said.as_slice()), (Some(3), &b"told"[..]));
+        let said = sh("cat; exit 3", b"told", LONG).unwrap();
+        assert_eq!(
+            (said.status.code(), &said.stdout[..]),
+            (Some(3), &b"told"[..])
+        );
         // Far more than a pipe takes, and nobody reads it.
-        let (status, _) = sh("exit 0", &vec![0; 1 << 20], LONG).unwrap();
-        assert!(status.success());
+        let said = sh("exit 0", &vec![0; 1 << 20], LONG).unwrap();
+        assert!(said.status.success());
+        let much = sh("head -c 20000000 /dev/zero", b"", LONG).unwrap();
+        assert_eq!(
+            (much.status.code(), much.stdout.len()),
+            (Some(0), KEPT as usize)
+        );
+        // A child that goes on has the pipe.
+        let said = sh("echo out; sleep 600 & echo $!", b"", LONG).unwrap();
+        let text = String::from_utf8(said.stdout).unwrap();
+        let (first, child) = text.trim().split_once('\n').unwrap();
+        assert_eq!(first, "out");
+        kill(Pid::from_raw(child.parse().unwrap()), Signal::SIGKILL).unwrap();
     }
 
     #[test]
     fn what_hangs_is_killed() {
-        for hangs in ["exec sleep 1000", "exec >&-; exec sleep 1000"] {
+        for hangs in ["sleep 1000 & sleep 1000", "exec >&-; exec sleep 1000"] {
             let e = sh(hangs, &vec![0; 1 << 20], SHORT).unwrap_err();
             assert_eq!(e.kind(), io::ErrorKind::TimedOut, "{e}");
         }
+        let dir = tempfile::tempdir().unwrap();
+        let told = dir.path().join("told");
+        let script = format!(
+            "trap 'kill $!; touch {}; exit' TERM; sleep 1000 & wait",
+            told.display()
+        );
+        let (time, grace) = (Duration::from_millis(300), LONG);
+        sh(&script, b"", ProgramLimit { time, grace }).unwrap_err();
+        assert!(told.exists());
     }
 }

@@ -67,7 +67,7 @@ impl StatePlace {
             command
                 .args(["delete", "--force", &self.id])
                 .stderr(Stdio::null());
-            let _ = limited::run(&mut command, &[], DELETE);
+            let _ = limited::run(&mut command, Some(&[]), DELETE);
             thread::sleep(PAUSE);
         }
         sweep(&directory);

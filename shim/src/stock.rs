@@ -70,7 +70,7 @@ pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<St
     let program = shim()?;
     let mut command = Command::new(&program);
     command.args(args).envs(env.iter().copied());
-    let (status, stdout) = limited::run(&mut command, stdin, ANSWER).map_err(|e| {
+    let said = limited::run(&mut command, Some(stdin), ANSWER).map_err(|e| {
         let what = match e.kind() {
             io::ErrorKind::TimedOut => {
                 "try again, or see what hangs in `containerd-shim-runc-v2 -info`"
@@ -79,9 +79,11 @@ pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<St
         };
         Error::io(format!("{} cannot be run ({what})", program.display()))(e)
     })?;
-    let code = status
+    let code = said
+        .status
         .code()
         .and_then(|c| u8::try_from(c).ok())
         .unwrap_or(1);
+    let stdout = said.stdout;
     Ok(StockAnswer { stdout, code })
 }

@@ -320,10 +320,10 @@ impl Tasks {
             let mut command = Command::new(&runtime);
             command.arg("--root").arg(&root);
             command.args([verb, id]).stderr(Stdio::null());
-            limited::run(&mut command, &[], RESUME)
+            limited::run(&mut command, Some(&[]), RESUME)
         };
         match ask("pause") {
-            Ok((status, _)) if status.success() => {}
+            Ok(said) if said.status.success() => {}
             Ok(_) => return None,
             Err(e) => {
                 let says = format!(

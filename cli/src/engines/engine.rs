@@ -4,18 +4,14 @@ pub mod which;
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::io::{self, Read};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::io;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use cryopod_host::limited::{self, ProgramLimit};
 use serde::{Deserialize, Serialize};
 
-/// Most bytes of a program's output that are kept.
-const KEPT: u64 = 4 << 20;
 /// Time for a program to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -96,25 +92,30 @@ impl EngineCall {
     /// too long.
     pub fn run(self) -> anyhow::Result<String> {
         let line = self.line();
-        let mut child = Command::new(self.program)
+        let mut command = Command::new(self.program);
+        let command = command
             .args(&self.args)
             .stdin(self.input)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("{}: cannot be started; is it installed?", self.program))?;
-        let (out, err) = (kept(child.stdout.take()), kept(child.stderr.take()));
-        let ended = wait(&mut child, self.limit)?;
-        let (out, err) = (said(out), said(err));
-        match ended {
-            Some(status) if status.success() => Ok(out),
-            Some(status) if status.code().is_some() => bail!("{line}: {status}: {}", words(&err)),
-            Some(status) => Err(Interrupted(format!("{line}: {status}: {}", words(&err))).into()),
-            None => Err(Interrupted(format!(
+            .stderr(Stdio::piped());
+        // SIGTERM first: an engine then cleans up its container.
+        let limit = ProgramLimit {
+            time: self.limit,
+            grace: GRACE,
+        };
+        let said = match limited::run(command, None, limit) {
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => return Err(Interrupted(format!(
                 "{line}: was ended after {} s; see with the engine what state the container is in; a longer limit: --timeout",
                 self.limit.as_secs()
             ))
             .into()),
+            said => said
+                .with_context(|| format!("{}: cannot be started; is it installed?", self.program))?,
+        };
+        let err = String::from_utf8_lossy(&said.stderr);
+        match said.status {
+            status if status.success() => Ok(String::from_utf8_lossy(&said.stdout).into_owned()),
+            status if status.code().is_some() => bail!("{line}: {status}: {}", words(&err)),
+            status => Err(Interrupted(format!("{line}: {status}: {}", words(&err))).into()),
         }
     }
 
@@ -126,59 +127,6 @@ impl EngineCall {
         let words: Vec<_> = std::iter::once(self.program.into()).chain(args).collect();
         words.join(" ")
     }
-}
-
-/// Returns `None` if the program took too long and was stopped.
-fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
-    if let Some(status) = wait_until(child, Instant::now() + limit)? {
-        return Ok(Some(status));
-    }
-    // SIGTERM first: an engine then cleans up its container.
-    if let Ok(pid) = i32::try_from(child.id()) {
-        let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
-    }
-    if wait_until(child, Instant::now() + GRACE)?.is_none() {
-        child.kill()?;
-        child.wait()?;
-    }
-    Ok(None)
-}
-
-fn wait_until(child: &mut Child, end: Instant) -> io::Result<Option<ExitStatus>> {
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(Some(status));
-        }
-        if Instant::now() >= end {
-            return Ok(None);
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn kept<R: Read + Send + 'static>(pipe: Option<R>) -> Option<JoinHandle<String>> {
-    let mut pipe = pipe?;
-    Some(thread::spawn(move || {
-        let mut text = Vec::new();
-        let _ = pipe.by_ref().take(KEPT).read_to_end(&mut text);
-        let _ = io::copy(&mut pipe, &mut io::sink());
-        String::from_utf8_lossy(&text).into_owned()
-    }))
-}
-
-/// Returns the output of a pipe. Does not wait if a process that outlived the program still holds the pipe.
-fn said(reader: Option<JoinHandle<String>>) -> String {
-    let Some(reader) = reader else {
-        return String::new();
-    };
-    let end = Instant::now() + Duration::from_secs(5);
-    while !reader.is_finished() && Instant::now() < end {
-        thread::sleep(Duration::from_millis(5));
-    }
-    if !reader.is_finished() {
-        return String::new();
-    }
-    reader.join().unwrap_or_default()
 }
 
 /// Returns the last lines of a program's error output, each once: engines repeat what their runtime said.

@@ -187,9 +187,9 @@ impl NewHooks {
         }
         command.current_dir(&self.bundle);
         let limit = hook.timeout.map_or(LIMIT, Duration::from_secs);
-        match limited::run(command, state.to_string().as_bytes(), limit) {
-            Ok((status, _)) if status.success() => Ok(()),
-            Ok((status, _)) => Err(status.to_string()),
+        match limited::run(command, Some(state.to_string().as_bytes()), limit) {
+            Ok(said) if said.status.success() => Ok(()),
+            Ok(said) => Err(said.status.to_string()),
             Err(e) => Err(e.to_string()),
         }
     }
