@@ -159,9 +159,12 @@ fn suspend_found(
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
-    preload::prepare(client, pids, Vec::new());
+    let micros = preload::prepare(client, pids, Vec::new());
     preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
+    if !out.is_empty() {
+        done.steps.insert(0, ("prepare", micros));
+    }
     lock_all(client, threads, how, &mut done)?;
     let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
     done.steps.push(("checkpoint", micros));

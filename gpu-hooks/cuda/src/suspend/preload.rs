@@ -20,14 +20,15 @@ fn threads_each(how: &How, processes: usize) -> usize {
     (how.vram.threads_for(processes) / processes.max(1)).max(1)
 }
 
-/// Makes GPUs ready ahead of the copy. Without it the copy takes longer.
-pub(super) fn prepare(client: &mut Client, pids: Vec<i32>, gpus: Vec<GpuUuid>) {
+/// Makes GPUs ready ahead of the copy, and returns how long that took. Without it the copy takes longer.
+pub(super) fn prepare(client: &mut Client, pids: Vec<i32>, gpus: Vec<GpuUuid>) -> u64 {
     if pids.is_empty() && gpus.is_empty() {
-        return;
+        return 0;
     }
-    if let Err(error) = call(client, Op::PreloadPrepare { pids, gpus }) {
-        tracing::debug!("the GPUs are not ready ahead: {error}");
-    }
+    let prepared = call(client, Op::PreloadPrepare { pids, gpus });
+    let prepared =
+        prepared.inspect_err(|error| tracing::debug!("the GPUs are not ready ahead: {error}"));
+    prepared.map_or(0, |reply| reply.micros)
 }
 
 /// Takes the GPU memory out of the processes that have the library, while they run. What cannot be taken out is left to

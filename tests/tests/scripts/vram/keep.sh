@@ -34,8 +34,8 @@ check 'third: the copy is still as large' between 200 210 "$(kept)"
 set_switch() { /opt/build/cusim-ctl --socket "$sim" set "$1" > /dev/null; }
 clear_switches() { /opt/build/cusim-ctl --socket "$sim" clear > /dev/null; }
 killed() { # PROGRAM STEP VERB
-    set_switch "slow-$2=2000:1"
-    (wait_for pgrep -x "$1" > /dev/null && sleep 1 && pkill -KILL -x "$1") & local killer=$!
+    set_switch "slow-$2=1500:1"
+    (wait_for pgrep -x "$1" > /dev/null && sleep 0.7 && pkill -KILL -x "$1") & local killer=$!
     does cryopod "$3" job || true
     wait $killer || true
     clear_switches
@@ -43,7 +43,9 @@ killed() { # PROGRAM STEP VERB
     does cryopod resume job || true
     check "$1 is killed at $2: it goes on" goes_on
 }
-for step in lock checkpoint; do killed cryopod-cuda-ag $step suspend; done
+for step in export launch unmap lock checkpoint; do killed cryopod-cuda-ag $step suspend; done
+killed cryopod checkpoint suspend
+turn 'killed' 1 200
 check 'killed: suspend' does cryopod suspend job
 killed cryopod-cuda-ag restore resume
 turn 'after that' 1 200
@@ -56,6 +58,11 @@ clear_switches
 does cryopod resume job || true
 check 'unmap fails: it goes on' goes_on
 turn 'unmap failed' 1 200
+
+set_switch fail-launch:1
+turn 'no digests' 200 200
+clear_switches
+check 'no digests: nothing is kept' test "$(kept)" = 0
 
 # Limits, checkpoints and ends.
 check 'a checkpoint' does pod container checkpoint --leave-running --export /tmp/job.tar job
@@ -75,7 +82,7 @@ end
 check 'removed while suspended: nothing is in use' used 'all(. == 0)'
 freed() { [ "$(memory)" -le $((before - 190)) ]; }
 check 'removed while suspended: its copy is gone' wait_for freed
-run_rootfs --mib 520 --chunk-mib 20 --gpus 0,1
+run_rootfs --mib 540 --chunk-mib 30 --procs 2 --gpus 0,1
 check 'larger than the limit: suspend and resume' does sh -c 'cryopod suspend job && cryopod resume job'
 check 'larger than the limit: it goes on' goes_on
 check 'larger than the limit: nothing is kept' test "$(kept)" = 0
