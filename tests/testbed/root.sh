@@ -11,8 +11,8 @@ packages=(
     "${stack[@]}"
     # what the tests and the tools above call
     iptables nftables iproute2 kmod procps strace jq zstd pigz ca-certificates
-    # archives: another reader, a registry, ssh to another host, curl for calls to the CRI (Debian has no crictl); the examples' kubectl
-    checkpointctl docker-registry curl kubectl openssh-client openssh-server
+    # archives: another reader, a registry, what decrypts and checks signatures, ssh to another host, curl for calls to the CRI (Debian has no crictl); the examples' kubectl
+    checkpointctl docker-registry age cosign curl kubectl openssh-client openssh-server
     # what the containers run: busybox, and real programs that tests checkpoint
     busybox-static python3 python3-uvicorn python3-uvloop redis-server
 )

@@ -198,7 +198,7 @@ impl Signature {
             && !signed.is_ok_and(|signed| signed == wanted)
         {
             let signed = ui::plain(&identity.reference);
-            bail!("the signature is that of an image of {signed}");
+            bail!("the signature names {signed:?} and not {wanted}; sign it with --name {wanted}");
         }
         Ok(())
     }
@@ -346,7 +346,7 @@ mod tests {
                 &digest,
                 Some("r.example/b"),
                 vec![sign()],
-                "of r.example/team",
+                "names \"r.example/team/job:1\" and not r.example/b; sign it with --name",
             ),
         ] {
             let said = asked(keys, digest, repository, signatures).unwrap_err();

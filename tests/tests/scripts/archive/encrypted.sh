@@ -1,5 +1,5 @@
 # encrypted.sh: secrets of a process's memory and of its GPU memory are in no file once an archive is encrypted, nor in a
-# registry. Who has a recipient's key restores it from there; for others nothing starts.
+# registry. Who has a key of one of two recipients restores it from there, signed; for others nothing starts.
 mkimage
 simulate crun
 registry
@@ -7,6 +7,11 @@ mkdir -p /dev/shm/secret /etc/cryopod
 head -c 48 /dev/urandom | base64 -w 0 > /dev/shm/secret/host
 ssh-keygen -q -t ed25519 -N '' -f /etc/cryopod/key
 ssh-keygen -q -t ed25519 -N '' -f /etc/cryopod/third
+age-keygen -o /etc/cryopod/two 2> /dev/null
+age-keygen -y /etc/cryopod/two > /etc/cryopod/two.pub
+openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out /etc/cryopod/sign.key 2> /dev/null
+openssl pkey -in /etc/cryopod/sign.key -pubout -out /etc/cryopod/sign.pub
+sign=(--sign-by /etc/cryopod/sign.key)
 at=127.0.0.1:5000/team/job
 configure() { # KEY: that of who reads
     cat > /etc/cryopod/config.toml << T
@@ -16,10 +21,12 @@ low_level = "crun"
 libcuda = ["/opt/cusim/libcuda.so.1"]
 [restore]
 allow = ["docker://127.0.0.1:5000/team"]
+require = "signed"
+keys = ["/etc/cryopod/sign.pub"]
 [cache]
 insecure_registries = ["127.0.0.1:5000"]
 [encrypt]
-recipients = ["/etc/cryopod/key.pub"]
+recipients = ["/etc/cryopod/key.pub", "/etc/cryopod/two.pub"]
 identities = ["$1"]
 T
 }
@@ -61,12 +68,23 @@ rm -rf /tmp/plain /tmp/unpacked
 if cryopod export job -e podman -o /tmp/job.tar.zst -q > /tmp/said 2>&1; then echo "encrypted podman's file" && exit 1; fi
 check "podman's file: refused before the checkpoint" says /tmp/said 'cannot be encrypted.*oci-archive'
 check 'and the container runs on' goes_on job
-check 'export' cryopod export job -e podman -o oci-archive:/tmp/job.tar --compression none -q
+check 'export' cryopod export job -e podman -o oci-archive:/tmp/job.tar --compression none --name "$at:1" "${sign[@]}" -q
 pod rm -f -t 0 job > /dev/null
 check 'push' cryopod push oci-archive:/tmp/job.tar "$at:1" --tls-verify=false -q
-check 'pack to a registry: encrypted again' cryopod pack oci-archive:/tmp/job.tar -o "docker://$at:2" --tls-verify=false -q
+check 'pack to a registry: encrypted again' cryopod pack oci-archive:/tmp/job.tar -o "docker://$at:2" "${sign[@]}" --tls-verify=false -q
 python3 /tmp/find.py /etc /root /run /srv /tmp /var > /tmp/said
 check 'no file has a secret' sh -c 'cat /tmp/said; test ! -s /tmp/said'
+
+mkdir /dev/shm/job /dev/shm/plain
+tar -C /dev/shm/job -xf /tmp/job.tar
+for blob in /dev/shm/job/blobs/sha256/*; do
+    if head -c 21 "$blob" | grep -q '^age-encryption.org/v1$'; then
+        check "age: $(stat -c %s "$blob") bytes" age --decrypt --identity /etc/cryopod/two --output "/dev/shm/plain/${blob##*/}" "$blob"
+    fi
+done
+python3 /tmp/find.py /dev/shm/plain > /tmp/said
+check 'age decrypts the layers' sh -c 'grep -q "^host" /tmp/said && grep -q "^gpu" /tmp/said'
+rm -r /dev/shm/job /dev/shm/plain
 
 check 'verify' cryopod verify -q oci-archive:/tmp/job.tar
 check 'inspect' sh -c 'cryopod inspect oci-archive:/tmp/job.tar | grep -q job'
@@ -77,12 +95,33 @@ check 'import: as an image of podman' cryopod import oci-archive:/tmp/job.tar -e
 pod container restore localhost/job:1 > /dev/null
 check 'its image: the sum goes on' goes_on job
 pod rm -f -t 0 job > /dev/null
+podman rmi -f localhost/job:1 > /dev/null # an engine's image is plain
 for tag in 1 2; do
+    configure /etc/cryopod/two
     check "a container from the registry: $tag" run "copy$tag" --annotation "dev.cryopod.restore=docker://$at:$tag" localhost/busybox true
     check 'it goes on' goes_on "copy$tag"
     podman rm -f -t 0 "copy$tag" > /dev/null
 done
 rm -rf /var/cache/cryopod
+
+# Of a checkpoint whose large files are in a store. Both are plain, and so in memory.
+configure /etc/cryopod/key
+mkdir -m 700 /dev/shm/store
+printf '[store]\npath = "/dev/shm/store"\n' >> /etc/cryopod/config.toml
+run job --annotation dev.cryopod.store=on localhost/busybox sh -c 's=$(cat /secret/host); /cusim/cusim-client --mib 96; echo "$s"'
+wait_for ticked job 3
+cryopod-runtime checkpoint --image-path /dev/shm/images --work-path /dev/shm/work "$(podman inspect --format '{{.Id}}' job)" > /dev/null
+pod rm -f -t 0 job > /dev/null
+check 'bundle' cryopod bundle /dev/shm/images -o oci-archive:/tmp/bundled.tar --name "$at:3" "${sign[@]}" -q
+dd if="$(ls /dev/shm/store/*/vram-0000.img)" of=/dev/shm/secret/gpu bs=64 skip=50000 count=1 status=none
+rm -r /dev/shm/images /dev/shm/store
+check 'push' cryopod push oci-archive:/tmp/bundled.tar "$at:3" --tls-verify=false -q
+check 'a container from the bundle' run copy3 --annotation "dev.cryopod.restore=docker://$at:3" localhost/busybox true
+check 'it goes on' goes_on copy3
+podman rm -f -t 0 copy3 > /dev/null
+rm -rf /var/cache/cryopod
+python3 /tmp/find.py /etc /root /run /srv /tmp /var > /tmp/said
+check 'still no file has a secret' sh -c 'cat /tmp/said; test ! -s /tmp/said'
 
 # Another key, and none.
 for key in third absent; do

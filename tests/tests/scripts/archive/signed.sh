@@ -1,8 +1,9 @@
-# signed.sh LOW: signatures that podman's policy takes, and cryopod's own demand for them.
+# signed.sh LOW: signatures that podman's policy and cosign take, and cryopod's own demand for them.
 low=$1
 mkimage
 registry
 at=127.0.0.1:5000/team/counter
+old=()
 for key in ours other; do
     openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out /tmp/$key.key 2> /dev/null
     openssl pkey -in /tmp/$key.key -pubout -out /tmp/$key.pub
@@ -54,6 +55,18 @@ check "podman's policy takes it" pulls "docker://$at:1"
 check 'podman: unsigned' refused 'A signature was required' pulls "docker://$at:unsigned"
 skopeo copy -q --src-tls-verify=false --dest-tls-verify=false "docker://$at:sha256-${digest#*:}.sig" "docker://$at:sha256-${unsigned#*:}.sig"
 check "podman: another image's signature" refused 'digest' pulls "docker://$at:unsigned"
+cosigned() { # KEY TAG
+    timeout 60 cosign verify --key "/tmp/$1.pub" --insecure-ignore-tlog --allow-insecure-registry "$at:$2" > /tmp/said 2>&1
+}
+check 'cosign takes it' cosigned ours 1
+check "cosign: another image's signature" refused 'no matching signatures' cosigned ours unsigned
+check 'cosign: another key' refused 'no matching signatures' cosigned other 1
+manifest=/tmp/registry/docker/registry/v2/blobs/sha256/${digest:7:2}/${digest#*:}/data
+sed -i.whole 's/"schemaVersion":2/"schemaVersion" 2/' "$manifest"
+cmp -s "$manifest" "$manifest.whole" && exit 1
+check 'podman: a changed byte' refused 'manifest' pulls "docker://$at:1"
+check 'cosign: a changed byte' refused 'no matching|no signatures|manifest|invalid' cosigned ours 1
+mv "$manifest.whole" "$manifest"
 policy other
 check 'podman: another key' refused 'cryptographic signature verification failed' pulls "docker://$at:1"
 
@@ -74,6 +87,12 @@ check 'no signature' refused 'it has no signature' cryopod import oci:/srv/check
 sed 's/"payload":"ey/"payload":"fy/' /tmp/c1.sig > /srv/checkpoints/c1.sig
 check 'a changed signature' refused 'restore.require' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
 mv /tmp/c1.sig /srv/checkpoints/c1.sig
+(cd /tmp && COSIGN_PASSWORD=secret timeout 60 cosign generate-key-pair) 2> /dev/null
+if cosign sign --help | grep -q use-signing-config; then old=(--new-bundle-format=false --use-signing-config=false); fi
+COSIGN_PASSWORD=secret timeout 60 cosign sign -y "${old[@]}" --key /tmp/cosign.key --tlog-upload=false --allow-insecure-registry "$at@$unsigned" 2> /dev/null
+configure cosign
+check "a container begins at what cosign has signed" copies "docker://$at:unsigned"
+podman rm -f -t 0 copy > /dev/null
 configure other
 rm -rf /var/cache/cryopod
 check 'another key' refused 'no key of restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
