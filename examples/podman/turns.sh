@@ -31,8 +31,7 @@ for turn in $(seq "${TURNS:-3}"); do
     for names in 'one two' 'two one'; do
         read -r from to <<< "$names"
         start=$(date +%s%N)
-        cryopod suspend "$from"
-        cryopod resume "$to"
+        cryopod resume --instead-of "$from" "$to"
         answers "$to"
         echo "turn $turn: $to answers $((($(date +%s%N) - start) / 1000000)) ms after $from had to stop"
     done

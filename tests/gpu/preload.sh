@@ -223,7 +223,7 @@ preload_cost() { # LABEL: what a container loses by the library while nothing ha
 }
 
 turns() { # RUNTIME LAYERS WIDTH LABEL: a server that is suspended without a copy kept and with one; then two that take turns
-    local label=$4 command=() how from to start began out in slow said runs='[]' switches='[]' i names
+    local label=$4 command=() how from to start began out in slow said runs='[]' switches='[]' names instead=()
     low_level "$1"
     if [ -n "$sim" ] || [ -z "$python" ]; then
         gpu_args 1
@@ -263,7 +263,7 @@ turns() { # RUNTIME LAYERS WIDTH LABEL: a server that is suspended without a cop
     back() {
         local log n
         log=$(log_of "$1") n=$(wc -l < "$(log_of "$1")") start=$(now)
-        said cryopod resume "$1" || return
+        said cryopod resume "${instead[@]}" "$1" || return
         in=$(since "$start")
         answers "$log" "$n" || return
         slow=$(since "$start") said+=" $(paste -s -d ' ' "/logs/$label.said")"
@@ -282,16 +282,17 @@ turns() { # RUNTIME LAYERS WIDTH LABEL: a server that is suspended without a cop
     away one && serve two || return
     sleep 3
     away two && back one || return
-    for i in $(seq 3); do
-        for names in 'one two' 'two one'; do
+    for how in apart at-once; do
+        for names in 'one two' 'two one' 'one two' 'two one'; do
             read -r from to <<< "$names"
             sleep 2
-            began=$(now)
-            away "$from" && back "$to" || return
+            began=$(now) said='' instead=()
+            if [ "$how" = apart ]; then away "$from" || return; else instead=(--instead-of "$from"); fi
+            back "$to" || return
             slow=$(since "$began")
             right "$to" || { say "$label: an answer is wrong" && return 1; }
-            say "$label: turn $i: $to answers $slow s after $from had to stop; $said"
-            switches=$(jq -c --argjson slow "$slow" --argjson out "$out" --argjson in "$in" '. + [{switch_s: $slow, suspend_s: $out, resume_s: $in}]' <<< "$switches")
+            say "$label: $how: $to answers $slow s after $from had to stop; $said"
+            switches=$(jq -c --arg how "$how" --argjson slow "$slow" '. + [{how: $how, switch_s: $slow}]' <<< "$switches")
         done
     done
     cryopod top --json > "/logs/$label.top.json"
@@ -300,6 +301,7 @@ turns() { # RUNTIME LAYERS WIDTH LABEL: a server that is suspended without a cop
         def mid(k): map(.[k]) | sort | .[(length - 1) / 2 | floor];
         def of(how): $runs | map(select(.how == how)) | {suspend_s: mid("suspend_s"), resume_s: mid("resume_s"), answers_s: mid("answers_s")};
         {case: $case, ok: true, runtime: $runtime, without: of("without"), first: of("first"), kept: of("kept"),
-            switch_s: ($switches | mid("switch_s")), kept_bytes: $kept, runs: $runs, switches: $switches}')"
+            switch_s: ($switches | map(select(.how == "apart")) | mid("switch_s")),
+            switch_at_once_s: ($switches | map(select(.how == "at-once")) | mid("switch_s")), kept_bytes: $kept, runs: $runs, switches: $switches}')"
     jq -c 'del(.runs, .switches)' <<< "$(tail -n 1 /out/results.jsonl)"
 }

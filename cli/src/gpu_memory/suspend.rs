@@ -1,5 +1,6 @@
 //! `cryopod suspend`: moves a container's GPU memory to host memory, or into files; the container stays.
 
+use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -47,103 +48,124 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let (container, record) = find(&host, &args.container)?;
-    if let Some(record) = record {
-        bail!(
-            "{0}: it is suspended already, since {1}; its GPU memory is {2}; `cryopod resume {0}` brings it back",
-            args.container,
-            record.since,
-            record.place()
-        );
-    }
-    container.is_unpaused(&host, &args.container)?;
-    let pids = container.processes(&host);
-    let policy = shares_nothing(&host, &config, &container, &args.container, &pids)?;
-    let work = SuspendWork::begin(&config, &host)?;
+    let container = RunningContainer::find(&host, &config, &args.container)?;
+    // The agent uses it until it ends.
     let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
-    let mut how = work.how(
-        &config,
-        directory.as_ref().map(|directory| directory.path.clone()),
-    )?;
-    how.refuse_shared = policy == Policy::Refuse;
-    room(&work.agent, &pids)?;
-    let started = Instant::now();
-    let record = |done: &Done| SuspendedRecord {
-        version: 1,
-        name: args.container.clone(),
-        init: container.init,
-        start_time: container.start_time,
-        since: log::rfc3339(SystemTime::now()),
-        directory: how.directory.clone(),
-        digest: done.vram.as_ref().map(|vram| vram.digest.clone()),
-        processes: done.processes.clone(),
-        locked_at_pause: false,
-    };
-    let mut note = |done: &Done| {
-        record(done)
-            .write()
-            .map_err(|e| format!("the record of it cannot be written: {e}"))
-    };
+    let work = SuspendWork::begin(&config, &host)?;
     let mut client = work.connect()?;
-    let done = suspend(&mut client, &pids, &how, &mut note);
+    let said = container.suspend(&host, &config, &work, &mut client, directory.as_ref());
     drop(client);
-    let done = match done {
-        Ok(done) => done,
-        Err(error @ SuspendError::Unsettled(_)) => {
-            // Its memory may be only in the files.
-            if let Some(directory) = directory {
-                directory.keep();
-            }
-            work.end();
-            bail!(
-                "{0}: {error}; `cryopod resume {0}` brings it back, or says that it runs",
-                args.container
-            );
-        }
-        Err(error) => {
-            if let Some(record) = SuspendedRecord::of(&host, container.init) {
-                record.remove();
-            }
-            // The agent brings the processes back before it exits.
-            work.end();
-            bail!("{}: not suspended, and it runs on: {error}", args.container);
-        }
-    };
-    if let Some(directory) = directory {
-        directory.keep();
-    }
     work.end();
+    let said = said?;
     if !args.quiet {
-        say(args, &done, started.elapsed());
+        print!("{said}");
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn say(args: &Args, done: &Done, took: Duration) {
-    let bytes: u64 = done
-        .processes
-        .iter()
-        .flat_map(|p| &p.buffers)
-        .map(|b| b.bytes)
-        .sum();
-    let place = match &args.to {
-        Some(to) => format!("in {}", to.display()),
-        None => "in host memory".into(),
-    };
-    let moved = done
-        .copied
-        .map(|bytes| format!(", {} moved", ui::bytes(bytes)));
-    println!(
-        "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}{}",
-        args.container,
-        took.as_secs_f64(),
-        steps(done),
-        ui::bytes(bytes),
-        done.processes.len(),
-        moved.unwrap_or_default(),
-    );
-    if let Some(reason) = &done.left_out {
-        println!("without VRAM files: {}", ui::plain(reason));
+/// A running container that may be suspended.
+pub struct RunningContainer {
+    name: String,
+    container: Container,
+    pids: Vec<i32>,
+    policy: Policy,
+}
+
+impl RunningContainer {
+    /// Finds it, and checks that the driver can bring back what it has.
+    pub fn find(host: &Host, config: &Config, name: &str) -> anyhow::Result<Self> {
+        let (container, record) = find(host, name)?;
+        if let Some(record) = record {
+            bail!(
+                "{name}: it is suspended already, since {}; its GPU memory is {}; `cryopod resume {name}` brings it back",
+                record.since,
+                record.place()
+            );
+        }
+        container.is_unpaused(host, name)?;
+        let pids = container.processes(host);
+        let policy = shares_nothing(host, config, &container, name, &pids)?;
+        Ok(Self {
+            name: name.into(),
+            container,
+            pids,
+            policy,
+        })
+    }
+
+    /// Suspends it, and returns what to tell. On error the agent brings it back when the client is dropped.
+    pub fn suspend(
+        &self,
+        host: &Host,
+        config: &Config,
+        work: &SuspendWork,
+        client: &mut Client,
+        to: Option<&SuspendDirectory>,
+    ) -> anyhow::Result<String> {
+        let name = &self.name;
+        let mut how = work.how(config, to.map(|directory| directory.path.clone()))?;
+        how.refuse_shared = self.policy == Policy::Refuse;
+        room(&work.agent, &self.pids)?;
+        let started = Instant::now();
+        let mut note = |done: &Done| {
+            let record = SuspendedRecord {
+                version: 1,
+                name: name.clone(),
+                init: self.container.init,
+                start_time: self.container.start_time,
+                since: log::rfc3339(SystemTime::now()),
+                directory: how.directory.clone(),
+                digest: done.vram.as_ref().map(|vram| vram.digest.clone()),
+                processes: done.processes.clone(),
+                locked_at_pause: false,
+            };
+            let written = record.write();
+            written.map_err(|e| format!("the record of it cannot be written: {e}"))
+        };
+        match suspend(client, &self.pids, &how, &mut note) {
+            Ok(done) => {
+                to.inspect(|directory| directory.keep());
+                Ok(self.told(&done, &how, started.elapsed()))
+            }
+            Err(error @ SuspendError::Unsettled(_)) => {
+                // Its memory may be only in the files.
+                to.inspect(|directory| directory.keep());
+                bail!(
+                    "{name}: {error}; `cryopod resume {name}` brings it back, or says that it runs"
+                );
+            }
+            Err(error) => {
+                if let Some(record) = SuspendedRecord::of(host, self.container.init) {
+                    record.remove();
+                }
+                bail!("{name}: not suspended, and it runs on: {error}");
+            }
+        }
+    }
+
+    fn told(&self, done: &Done, how: &How, took: Duration) -> String {
+        let buffers = done.processes.iter().flat_map(|p| &p.buffers);
+        let bytes: u64 = buffers.map(|b| b.bytes).sum();
+        let place = match &how.directory {
+            Some(to) => format!("in {}", to.display()),
+            None => "in host memory".into(),
+        };
+        let moved = done
+            .copied
+            .map(|bytes| format!(", {} moved", ui::bytes(bytes)));
+        let mut said = format!(
+            "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}{}\n",
+            self.name,
+            took.as_secs_f64(),
+            steps(done),
+            ui::bytes(bytes),
+            done.processes.len(),
+            moved.unwrap_or_default(),
+        );
+        if let Some(reason) = &done.left_out {
+            said += &format!("without VRAM files: {}\n", ui::plain(reason));
+        }
+        said
     }
 }
 
@@ -166,8 +188,8 @@ pub fn steps(done: &Done) -> String {
 
 /// Shared by suspend and resume: an operation's directory and the driver agent.
 pub struct SuspendWork {
-    op: Operation,
     pub agent: RunningAgent,
+    op: Operation,
 }
 
 impl SuspendWork {
@@ -183,7 +205,7 @@ impl SuspendWork {
         let found = plugins::find(config, host);
         let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
         let agent = RunningAgent::of_operation(config, &found, &op)?;
-        Ok(Self { op, agent })
+        Ok(Self { agent, op })
     }
 
     /// Connects to the driver agent.
@@ -256,9 +278,9 @@ fn shares_nothing(
 }
 
 /// The directory for the files; removed unless kept.
-struct SuspendDirectory {
+pub struct SuspendDirectory {
     path: PathBuf,
-    kept: bool,
+    kept: Cell<bool>,
 }
 
 impl SuspendDirectory {
@@ -274,17 +296,20 @@ impl SuspendDirectory {
                     path.display()
                 )
             })?;
-        Ok(Self { path, kept: false })
+        Ok(Self {
+            path,
+            kept: Cell::new(false),
+        })
     }
 
-    fn keep(mut self) {
-        self.kept = true;
+    fn keep(&self) {
+        self.kept.set(true);
     }
 }
 
 impl Drop for SuspendDirectory {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.kept.get() {
             cryopod_archive::vram::remove(&self.path);
             let _ = fs::remove_dir(&self.path);
         }

@@ -178,7 +178,7 @@ impl Library {
 
     /// Whether a descriptor is that of the copy that the process holds. It lets go of it at a checkpoint.
     pub fn has_spare(pid: i32, fd: &str) -> bool {
-        card(pid).is_some_and(|card| card.spare > 0 && card.spare.to_string() == fd)
+        Self::of(pid).is_some_and(|own| own.spare.to_string() == fd && own.spare(pid).is_some())
     }
 
     /// Returns the host memory of the copy that a process holds, in bytes.

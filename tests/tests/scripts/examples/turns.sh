@@ -10,4 +10,22 @@ check 'each had its turns' test "$(grep -c '^turn .* answers' /tmp/turns)" = 4
 # The weights do not change.
 last() { sed -nE "s/^$1: suspended .*, (.*) moved$/\1/p" /tmp/turns | tail -n 1; }
 for name in one two; do check "$name: little was moved at last" grep -qE '^([0-9]|1[0-9])\.?[0-9]* (MiB|KiB|B)$' <<< "$(last $name)"; done
+run_rootfs --mib 100 --chunk-mib 20 --gpus 0
+check 'instead of itself: refused' refused 'is not suspended by cryopod' cryopod resume --instead-of job job
+check 'suspended' does cryopod suspend job
+check 'instead of itself, suspended: refused' refused 'it is suspended already' cryopod resume --instead-of job job
+# The agent dies when one is away and the other not yet back: either comes back.
+pod rename job other
+run_rootfs --mib 100 --chunk-mib 20 --gpus 0
+/opt/build/cusim-ctl --socket "$sim" set slow-restore=1500:1 > /dev/null
+(wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 0.9 && pkill -KILL -x cryopod-cuda-ag) & killer=$!
+does cryopod resume --instead-of job other || true
+wait $killer || true
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+for name in job other; do does cryopod resume $name || true; done
+check 'the agent is killed: one goes on' goes_on
+end
+pod rename other job
+check 'the agent is killed: the other goes on' goes_on
+end
 check 'nothing is left' test -z "$(pod ps -aq)"
