@@ -240,14 +240,15 @@ fn read_key(path: &Path) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// Refuses an image that nobody of `restore.keys` has signed, where the configuration asks for signatures.
+/// Refuses an image that nobody of `restore.keys` has signed. `repository`: that of a registry; of an archive only where the
+/// configuration requires it.
 pub fn require(
     options: &RestoreOptions,
     digest: &Digest,
     repository: Option<&str>,
     signatures: impl FnOnce() -> anyhow::Result<Vec<Signature>>,
 ) -> anyhow::Result<()> {
-    if options.require.is_none() {
+    if options.require.is_none() && (repository.is_none() || options.keys.is_empty()) {
         return Ok(());
     }
     let keys = options.keys.iter().map(|path| {
@@ -263,7 +264,7 @@ pub fn require(
         }
     }
     Err(why.context(format!(
-        "{digest}: refused, as restore.require = \"signed\""
+        "{digest}: refused, as a key of restore.keys must have signed it"
     )))
 }
 
@@ -352,11 +353,20 @@ mod tests {
             let said = asked(keys, digest, repository, signatures).unwrap_err();
             assert!(said.contains(why), "{said}");
         }
-        // Where nobody asks, nobody looks.
-        require(&RestoreOptions::default(), &digest, None, || {
-            bail!("looked")
-        })
-        .unwrap();
+        // Keys are enough for images of registries. Where nobody asks, nobody looks.
+        let keys = RestoreOptions {
+            keys: vec![other],
+            ..RestoreOptions::default()
+        };
+        let asks = |options: &RestoreOptions, repository| {
+            require(options, &digest, repository, || Ok(vec![sign()])).is_err()
+        };
+        assert!(asks(&keys, Some("r.example/team/job")));
+        assert!(!asks(&keys, None));
+        assert!(!asks(
+            &RestoreOptions::default(),
+            Some("r.example/team/job")
+        ));
     }
 
     #[test]

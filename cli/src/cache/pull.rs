@@ -28,10 +28,16 @@ pub struct Args {
     /// Print only the directory of CRIU's images.
     #[arg(short, long)]
     quiet: bool,
+    /// An image of a registry must be signed by this key (default: restore.keys). Repeatable.
+    #[arg(long, value_name = "KEY")]
+    signed_by: Vec<PathBuf>,
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let config = Config::load()?;
+    let mut config = Config::load()?;
+    if !args.signed_by.is_empty() {
+        config.restore.keys = args.signed_by.clone();
+    }
     let cache = Cache::open(&config.cache)?;
     let pull = Pull {
         args,

@@ -20,9 +20,9 @@ const ANY: &str = "*";
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreOptions {
     pub allow: Vec<Rule>,
-    /// What archives and images of registries must have.
+    /// What archives must have, too.
     pub require: Option<Requirement>,
-    /// Public keys of P-256 (PEM): one of them must have signed.
+    /// Public keys of P-256 (PEM): if there are any, one of them must have signed an image of a registry.
     pub keys: Vec<PathBuf>,
 }
 
@@ -74,6 +74,8 @@ pub struct Rule {
     pub who: Option<Who>,
     /// The variable of the container's process counts, which an image can set by itself.
     pub variable: bool,
+    /// In place of `restore.keys`, for a registry.
+    pub keys: Vec<PathBuf>,
 }
 
 /// The tenants whose containers a rule admits.
@@ -115,6 +117,12 @@ impl Rule {
                 self.from
             ));
         }
+        if self.directory().is_some() && !self.keys.is_empty() {
+            return Err(format!(
+                "{}: `keys` are those of a {REGISTRY}REGISTRY",
+                self.from
+            ));
+        }
         let Some(who) = &self.who else { return Ok(()) };
         let mut names = who.containerd.iter().chain(&who.kubernetes);
         if names.any(|n| n.is_empty()) {
@@ -143,6 +151,8 @@ impl<'de> Deserialize<'de> for Rule {
             kubernetes: Option<Vec<String>>,
             #[serde(default)]
             variable: bool,
+            #[serde(default)]
+            keys: Vec<PathBuf>,
         }
         struct Either;
         impl<'de> Visitor<'de> for Either {
@@ -175,6 +185,7 @@ impl<'de> Deserialize<'de> for Rule {
                     from: table.from,
                     who,
                     variable: table.variable,
+                    keys: table.keys,
                 })
             }
         }
@@ -239,6 +250,7 @@ mod tests {
             ("{from = \"/a\", users = [\"a\"]}", "invalid type"),
             ("{from = \"/a\", users = [-1]}", "-1"),
             ("{from = \"/a\", containerd = [\"\"]}", "/a: an empty name"),
+            ("{from = \"/a\", keys = [\"/k\"]}", "/a: `keys` are"),
             ("1", "a directory or registry"),
         ] {
             let e = rule(text).unwrap_err();

@@ -84,10 +84,11 @@ fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, Strin
         let rest = named.strip_prefix(allowed);
         repository.is_some() && rest.is_some_and(|r| r.starts_with(after))
     };
-    if !wish.asker().rules(&config.restore).any(below) {
+    let asker = wish.asker();
+    let Some(rule) = asker.rules(&config.restore).find(|rule| below(rule)) else {
         return Err(wish.not_allowed("registry or repository"));
-    }
-    cached(config, named.as_ref())
+    };
+    cached(config, named.as_ref(), &rule.keys)
 }
 
 fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
@@ -119,11 +120,11 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
         source.push(":");
         source.push(image);
     }
-    cached(config, &source)
+    cached(config, &source, &[])
 }
 
 /// Brings a checkpoint into the cache, unless it is there, and holds it.
-fn cached(config: &Config, source: &OsStr) -> Result<SourceImages, String> {
+fn cached(config: &Config, source: &OsStr, keys: &[PathBuf]) -> Result<SourceImages, String> {
     let tools = SystemTools::from_env();
     let beside = std::env::current_exe().ok();
     let beside = beside.and_then(|exe| Some(exe.parent()?.join(PROGRAM)));
@@ -133,14 +134,14 @@ fn cached(config: &Config, source: &OsStr) -> Result<SourceImages, String> {
     let program = program.ok_or_else(|| {
         format!("the program {PROGRAM} is neither beside the runtime nor on PATH: install it")
     })?;
-    let args = ["cache", "pull", "--quiet", "--"].map(OsStr::new);
+    let mut args = ["cache", "pull", "--quiet"].map(OsStr::new).to_vec();
+    for key in keys {
+        args.extend([OsStr::new("--signed-by"), key.as_os_str()]);
+    }
+    args.extend([OsStr::new("--"), source]);
     for _ in 0..TRIES {
         let out = tools
-            .output(
-                &program,
-                &[&args[..], &[source]].concat(),
-                config.limits.restore(0),
-            )
+            .output(&program, &args, config.limits.restore(0))
             .map_err(|e| e.to_string())?;
         if out.code != 0 {
             let said = out.stderr.trim();
@@ -257,7 +258,7 @@ mod tests {
                 kubernetes: vec![namespace.into()],
                 ..restore::Who::default()
             }),
-            variable: false,
+            ..Rule::default()
         };
         let of_b = root.join("b");
         let rules = vec![

@@ -85,7 +85,7 @@ check "podman's file" refused 'has no signature' cryopod import /tmp/c1.tar -e p
 mv /srv/checkpoints/c1.sig /tmp/c1.sig
 check 'no signature' refused 'it has no signature' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
 sed 's/"payload":"ey/"payload":"fy/' /tmp/c1.sig > /srv/checkpoints/c1.sig
-check 'a changed signature' refused 'restore.require' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
+check 'a changed signature' refused 'restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
 mv /tmp/c1.sig /srv/checkpoints/c1.sig
 (cd /tmp && COSIGN_PASSWORD=secret timeout 60 cosign generate-key-pair) 2> /dev/null
 if cosign sign --help | grep -q use-signing-config; then old=(--new-bundle-format=false --use-signing-config=false); fi
@@ -93,6 +93,20 @@ COSIGN_PASSWORD=secret timeout 60 cosign sign -y "${old[@]}" --key /tmp/cosign.k
 configure cosign
 check "a container begins at what cosign has signed" copies "docker://$at:unsigned"
 podman rm -f -t 0 copy > /dev/null
+# Without require: keys are enough for registries, and a rule has its own.
+ruled() { # KEY [KEY OF THE RULE]
+    configure "$1"
+    sed -i "/^require/d; s|\"docker://127.0.0.1:5000/team\"|{from = \"docker://127.0.0.1:5000/team\"${2:+, keys = [\"/tmp/$2.pub\"]}}|" /etc/cryopod/config.toml
+}
+ruled other
+check 'keys: images of registries' refused 'no key of restore.keys' copies "docker://$at:1"
+check 'keys: archives need no signature' copies oci:/srv/checkpoints/c1
+podman rm -f -t 0 copy > /dev/null
+ruled other ours
+check "the rule's key" copies "docker://$at:1"
+podman rm -f -t 0 copy > /dev/null
+ruled ours other
+check "another rule's key" refused 'no key of restore.keys' copies "docker://$at:1"
 configure other
 rm -rf /var/cache/cryopod
 check 'another key' refused 'no key of restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
