@@ -1,9 +1,9 @@
 #!/bin/bash
-# archive.sh: how fast `cryopod pack` and `unpack` are beside podman's own export, tar with zstd, and tar with pigz, in
-# turns, best and median of several rounds (pigz and podman once). cryopod's times have digests, checksums and the sync to disk in them; the
+# archive.sh: how fast `cryopod pack` and `unpack` are, plain and encrypted, beside podman's own export, tar with zstd, and tar
+# with pigz, in turns, best and median of several rounds (pigz and podman once). cryopod's times have digests, checksums and the sync to disk in them; the
 # others have no digests and do not sync. podman's is the stage after CRIU, by its own statistics.
 #
-# Runs in the test bed (make bench-archive) or wherever podman, criu, tar and zstd are; takes pigz where it is.
+# Runs in the test bed (make bench-archive) or wherever podman, criu, tar and zstd are; takes pigz and age-keygen where they are.
 #
 #   GIB      of memory in the container (4); ROUNDS of each (3); PODMAN_ROUNDS (1)
 #   KINDS    noise: does not compress; half: every other 256 KiB does; mixed: half of every page does (noise half)
@@ -30,6 +30,15 @@ cd "$work"
 mkdir -p tree/{usr,dev,proc,sys,run,tmp,etc,data}
 for dir in bin sbin lib lib64; do ln -s "usr/$dir" "tree/$dir"; done
 tar -C tree -c . | "${pod[@]}" import -q - localhost/bench > /dev/null
+
+recipient=''
+if type -P age-keygen > /dev/null; then
+    age-keygen -o key 2> /dev/null
+    recipient=$(age-keygen -y key)
+    printf '[encrypt]\nidentities = ["%s/key"]\n' "$work" > config.toml
+    chmod 600 config.toml
+    export CRYOPOD_CONFIG=$work/config.toml
+fi
 
 declare -A all note
 # timed KEY COMMAND...
@@ -106,6 +115,14 @@ for kind in ${KINDS:-noise half}; do
         timed "$kind unpack of a layout" "$cryopod unpack --quiet oci:layout -o out"
         if [ "$round" = 0 ]; then diff -r "$kind" out; fi
         rm -rf out layout
+        if [ -n "$recipient" ]; then
+            warm "$kind"
+            timed "$kind pack, encrypted" "$cryopod pack --quiet $kind -o oci:layout --encrypt-to $recipient"
+            warm layout
+            timed "$kind unpack, encrypted" "$cryopod unpack --quiet oci:layout -o out"
+            if [ "$round" = 0 ]; then diff -r "$kind" out; fi
+            rm -rf out layout
+        fi
         warm "$kind"
         timed "$kind pack to .tar.zst" "$cryopod pack --quiet $kind -o out.tar.zst"
         note["$kind pack to .tar.zst"]="$(mib out.tar.zst) MiB"
@@ -133,8 +150,10 @@ for kind in ${KINDS:-noise half}; do
     echo "$kind: $gib GiB in $files files; load $(cut -d' ' -f1 /proc/loadavg)"
     echo "| | best, s | median, s | GB/s | times | |"
     echo "|---|---|---|---|---|---|"
-    for what in "podman's export stage" 'tar, pigz' 'tar, zstd -T0 -1' 'pack to .tar.zst' 'pack to a layout'; do
+    for what in "podman's export stage" 'tar, pigz' 'tar, zstd -T0 -1' 'pack to .tar.zst' 'pack to a layout' 'pack, encrypted'; do
         if [ -n "${all["$kind $what"]:-}" ]; then report "$kind $what" "$bytes" "$kind tar, zstd -T0 -1"; fi
     done
-    for what in 'tar --zstd -x' 'unpack of .tar.zst' 'unpack of a layout'; do report "$kind $what" "$bytes" "$kind tar --zstd -x"; done
+    for what in 'tar --zstd -x' 'unpack of .tar.zst' 'unpack of a layout' 'unpack, encrypted'; do
+        if [ -n "${all["$kind $what"]:-}" ]; then report "$kind $what" "$bytes" "$kind tar --zstd -x"; fi
+    done
 done
