@@ -1,8 +1,7 @@
-//! How bytes are read and written: files past the page cache, streams, tars, compression, digests.
+//! How bytes are read and written: files that the kernel writes early, streams, tars, compression, digests.
 
 pub(crate) mod blobs;
 pub(crate) mod decode;
-pub(crate) mod direct_io;
 pub(crate) mod encryption;
 pub(crate) mod frames;
 pub(crate) mod hash;
@@ -10,3 +9,4 @@ pub(crate) mod lease;
 pub(crate) mod staging;
 pub(crate) mod stream;
 pub(crate) mod tarread;
+pub(crate) mod write_back;

@@ -11,8 +11,8 @@ use super::pipeline::{Input, Pool, StreamFormat, WrittenStream};
 use super::plan::{Item, KnownContent};
 use super::{PackOptions, Packed, facts, tarwrite};
 use crate::bytes::blobs::blob_name;
-use crate::bytes::direct_io::Through;
 use crate::bytes::staging::Staging;
+use crate::bytes::write_back::WriteBack;
 use crate::error::Error;
 use crate::format::compression::Compression;
 use crate::format::digest::Digest;
@@ -95,7 +95,7 @@ impl Store {
                     .mode(0o600)
                     .open(&path)
                     .map_err(wrap("create it"))?;
-                let mut out = Through::new(file.try_clone().map_err(wrap("open it"))?)
+                let mut out = WriteBack::new(file.try_clone().map_err(wrap("open it"))?)
                     .map_err(wrap("write it"))?;
                 let written = run(pool, how, &mut out, &path, produce)?;
                 file.sync_all().map_err(wrap("write it to disk"))?;
@@ -111,9 +111,8 @@ impl Store {
                 let start = at.stream_position().map_err(wrap("write it"))?;
                 at.write_all(&[0; tarwrite::BLOCK as usize])
                     .map_err(wrap("write it"))?;
-                let mut out = Through::new(file.try_clone().map_err(wrap("open it"))?)
-                    .map_err(wrap("write it"))?
-                    .alone();
+                let mut out = WriteBack::new(file.try_clone().map_err(wrap("open it"))?)
+                    .map_err(wrap("write it"))?;
                 let written = run(pool, how, &mut out, path, produce)?;
                 let padding = vec![0; tarwrite::padding(written.output) as usize];
                 at.seek(SeekFrom::End(0))

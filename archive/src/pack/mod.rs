@@ -22,9 +22,9 @@ use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 use self::pipeline::{Input, Pool, StreamFormat, with_pool};
 use self::plan::{Item, KnownContent};
 use crate::bytes::decode::{Decoder, Hash, with_decoder};
-use crate::bytes::direct_io::Through;
 use crate::bytes::encryption::Recipients;
 use crate::bytes::staging::Staging;
+use crate::bytes::write_back::WriteBack;
 use crate::error::Error;
 use crate::format::compression::Compression;
 use crate::format::digest::Digest;
@@ -282,11 +282,7 @@ impl Run<'_> {
         compression: Compression,
     ) -> Result<Packed, Error> {
         let wrap = |e| Error::from_io(staging.path(), "write it", e);
-        let mut out = staging
-            .handle()
-            .and_then(Through::new)
-            .map_err(wrap)?
-            .alone();
+        let mut out = staging.handle().and_then(WriteBack::new).map_err(wrap)?;
         let mut known = KnownContent::default();
         let how = StreamFormat {
             compression,

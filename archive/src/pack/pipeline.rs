@@ -13,7 +13,6 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use super::entropy;
-use crate::bytes::direct_io::Aligned;
 use crate::bytes::encryption::Recipients;
 use crate::bytes::hash;
 use crate::bytes::lease::{Lease, Spare};
@@ -33,9 +32,9 @@ const HEAVY_LEVEL: i32 = 12;
 /// A chunk's memory; returns to its pool when dropped.
 struct PoolChunk {
     /// Always of [`CHUNK_BYTES`], so that it is cleared only once.
-    data: Aligned,
+    data: Vec<u8>,
     len: usize,
-    home: Sender<Aligned>,
+    home: Sender<Vec<u8>>,
 }
 
 impl Deref for PoolChunk {
@@ -69,8 +68,8 @@ struct PackJob {
 /// Workers and memory that the streams of an operation share.
 pub(crate) struct Pool<'p> {
     jobs: Sender<PackJob>,
-    free: Receiver<Aligned>,
-    home: Sender<Aligned>,
+    free: Receiver<Vec<u8>>,
+    home: Sender<Vec<u8>>,
     progress: &'p Progress,
     /// Input bytes count as progress.
     counts: bool,
@@ -96,7 +95,7 @@ pub(crate) fn with_pool<T>(
         let chunks = 8 + 3 * threads;
         let (home, free) = bounded(chunks);
         for _ in 0..chunks {
-            let _ = home.send(Aligned::default());
+            let _ = home.send(Vec::new());
         }
         for _ in 0..workers {
             let (queue, spare) = (queue.clone(), spare.clone());
@@ -327,7 +326,7 @@ impl Pool<'_> {
     fn chunk(&self) -> io::Result<PoolChunk> {
         let mut data = self.free.recv().map_err(|_| panicked())?;
         if data.is_empty() {
-            data = Aligned::new(CHUNK_BYTES);
+            data = vec![0; CHUNK_BYTES];
         }
         Ok(PoolChunk {
             data,

@@ -14,9 +14,9 @@ use super::origin::Origin;
 use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION, write};
 use cryopod_host::files::own_directory;
 
-use crate::bytes::direct_io::Through;
 use crate::bytes::staging::Staging;
 use crate::bytes::stream::open_regular;
+use crate::bytes::write_back::WriteBack;
 use crate::format::names;
 
 /// Facts that a reference records for people.
@@ -201,7 +201,7 @@ fn one(
             let new = new.write(true).create_new(true).mode(0o600).open(&place);
             let new = new.map_err(wrap("create it"))?;
             let other = new.try_clone().map_err(wrap("open it"))?;
-            Some((new, Through::new(other).map_err(wrap("write it"))?))
+            Some((new, WriteBack::new(other).map_err(wrap("write it"))?))
         }
     };
     let mut read = 0;

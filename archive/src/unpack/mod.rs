@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use self::tree::Tree;
 use crate::bytes::decode::with_decoder;
-use crate::bytes::direct_io::Through;
 use crate::bytes::staging::Staging;
+use crate::bytes::write_back::WriteBack;
 use crate::error::{Bad, Error};
 use crate::format::entry::{Entry, EntryKind};
 use crate::format::limits::Limits;
@@ -244,7 +244,7 @@ impl Unpacker<'_> {
             .map_err(Error::io(&path, "create it"))?;
         let mut out = file
             .try_clone()
-            .and_then(Through::cached)
+            .and_then(WriteBack::cached)
             .map_err(Error::io(&path, "open it"))?;
         let mut buf = vec![
             0;
