@@ -16,6 +16,7 @@ pub mod pack;
 pub mod progress;
 pub mod source;
 pub mod store;
+pub mod temporary;
 pub mod unpack;
 pub mod verify;
 pub mod vram;

@@ -3,17 +3,13 @@
 //! The next process that needs such a directory in the same place removes leftover copies. It only reports leftover
 //! checkpoints, because they may be all that is left of a container.
 
-use std::fs::{self, File};
-use std::io;
+use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
+use cryopod_archive::temporary::{self, Temporary};
 use cryopod_operations::images::handover;
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
-use tempfile::TempDir;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holds {
@@ -34,11 +30,7 @@ impl Holds {
 
 /// A directory that is removed when it is dropped.
 #[derive(Debug)]
-pub struct LockedTempDir {
-    dir: TempDir,
-    /// `None` if the file system has no locks: then nobody removes leftovers.
-    _lock: Option<Flock<File>>,
-}
+pub struct LockedTempDir(Temporary);
 
 impl LockedTempDir {
     /// Creates a directory beside `file`, on the file system of the result.
@@ -62,82 +54,36 @@ impl LockedTempDir {
                 parent.display()
             )
         };
-        for _ in 0..100 {
-            let dir = tempfile::Builder::new()
-                .prefix(holds.prefix())
-                .tempdir_in(parent)
-                .with_context(cannot)?;
-            // In between, another process may remove a directory that nobody has locked.
-            let lock = match lock(dir.path()) {
-                Ok(Free::Locked(lock)) => Some(lock),
-                Ok(Free::NoLocks) => None,
-                Ok(Free::Taken) | Err(_) => continue,
-            };
-            if lock.as_ref().is_none_or(|lock| same(lock, dir.path())) {
-                return Ok(Self { dir, _lock: lock });
-            }
-        }
-        bail!(cannot())
+        let made = Temporary::directory(parent, holds.prefix());
+        Ok(Self(made.with_context(cannot)?))
     }
 
     /// Returns its path.
     pub fn path(&self) -> &Path {
-        self.dir.path()
+        self.0.path()
     }
 
     /// Returns its path; it is not removed any more.
     pub fn keep(self) -> PathBuf {
-        self.dir.keep()
-    }
-}
-
-enum Free {
-    Locked(Flock<File>),
-    Taken,
-    NoLocks,
-}
-
-fn lock(dir: &Path) -> io::Result<Free> {
-    match Flock::lock(File::open(dir)?, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => Ok(Free::Locked(lock)),
-        Err((_, Errno::EWOULDBLOCK)) => Ok(Free::Taken),
-        Err(_) => Ok(Free::NoLocks),
-    }
-}
-
-fn same(file: &File, path: &Path) -> bool {
-    match (file.metadata(), fs::symlink_metadata(path)) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
+        self.0.keep()
     }
 }
 
 /// Cleans up what killed processes have left in a directory.
 fn clean(parent: &Path, holds: Holds) {
-    for item in fs::read_dir(parent).into_iter().flatten().flatten() {
-        let (name, path) = (item.file_name(), item.path());
-        let own = |m: fs::Metadata| m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw();
-        if !name.as_bytes().starts_with(holds.prefix().as_bytes())
-            || !fs::symlink_metadata(&path).is_ok_and(own)
-        {
-            continue;
-        }
-        let Ok(Free::Locked(_lock)) = lock(&path) else {
-            continue;
-        };
+    for (path, _lock) in temporary::leftovers(parent, holds.prefix()).unwrap_or_default() {
+        let name = path.file_name().unwrap_or_default().as_bytes();
         match holds {
             Holds::Checkpoint => tracing::warn!(
                 "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod pack`, or remove it",
                 path.display()
             ),
             // An engine outlives the process that called it.
-            Holds::Copy if named_by_a_process(name.as_bytes()) => {}
+            Holds::Copy if named_by_a_process(name) => {}
             Holds::Copy => {
                 let real = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
                 handover::revoke(&real);
-                if let Err(error) = fs::remove_dir_all(&path) {
-                    tracing::warn!("{}: cannot be removed: {error}", path.display());
-                }
+                temporary::remove(&path);
             }
         }
     }
@@ -156,8 +102,7 @@ mod tests {
     use super::*;
 
     fn left(dir: &Path, holds: Holds) -> PathBuf {
-        let LockedTempDir { dir, _lock } = LockedTempDir::within(dir, holds).unwrap();
-        dir.keep()
+        LockedTempDir::within(dir, holds).unwrap().keep()
     }
 
     #[test]

@@ -1,18 +1,16 @@
 //! Removes the entries that nothing refers to.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
-
-use nix::fcntl::{Flock, FlockArg};
 
 use super::holders::{Holders, remove_forgotten};
 use super::list::{StoreEntry, list, remove, removed_name};
 use super::origin::KnownOrigins;
 use super::{Reference, StoreError};
 use crate::bytes::staging;
+use crate::temporary::abandoned;
 
 /// Age at which leftovers of a killed checkpoint are removed from a shared store. Another host may still be writing, and a
 /// network file system need not show its locks.
@@ -120,15 +118,6 @@ pub(super) fn sweep(store: &Path, age: Duration) {
 /// Sweeps a store that other hosts may use.
 pub(super) fn sweep_shared(store: &Path) {
     sweep(store, LEFTOVER);
-}
-
-/// Locks a leftover; `None`: a checkpoint of this host is writing it.
-fn abandoned(path: &Path) -> Option<Flock<File>> {
-    let opened = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
-        .open(path);
-    Flock::lock(opened.ok()?, FlockArg::LockExclusiveNonblock).ok()
 }
 
 #[cfg(test)]

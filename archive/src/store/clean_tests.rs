@@ -3,6 +3,8 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::fcntl::{Flock, FlockArg};
+
 use super::*;
 use crate::format::names;
 use crate::store::{About, Origin, put};

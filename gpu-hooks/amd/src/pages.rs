@@ -20,7 +20,7 @@ use cryopod_archive::vram::{self, ChunkDigest, MemorySource, Vram, VramFacts};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
 
-pub use self::unpack::{UnpackedPages, unpack};
+pub use self::unpack::unpack;
 use crate::image::is_pages;
 
 const POLL: Duration = Duration::from_millis(5);

@@ -68,9 +68,9 @@ fn what_is_packed_is_unpacked_and_a_second_checkpoint_stores_what_changed() {
     };
     let unpacked = unpack(&images[1], &of(second), &search).unwrap().unwrap();
     for (name, bytes) in NAMES.iter().zip(&contents) {
-        assert!(fs::read(unpacked.directory.join(name)).unwrap() == *bytes);
+        assert!(fs::read(unpacked.path().join(name)).unwrap() == *bytes);
     }
-    let directory = unpacked.directory.clone();
+    let directory = unpacked.path().to_owned();
     drop(unpacked);
     assert!(!directory.exists());
 }
@@ -111,8 +111,8 @@ fn a_restore_removes_what_a_killed_one_has_left() {
     assert!(!left.exists());
     // Not what another one works with.
     let second = unpack(&images, &of(facts), &config()).unwrap().unwrap();
-    assert!(first.directory.join(NAMES[0]).exists());
-    assert_ne!(first.directory, second.directory);
+    assert!(first.path().join(NAMES[0]).exists());
+    assert_ne!(first.path(), second.path());
     drop((first, second));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }

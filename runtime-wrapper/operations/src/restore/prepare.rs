@@ -3,7 +3,8 @@
 use std::ffi::OsString;
 
 use cryopod_amd::choose::GpuMatch;
-use cryopod_amd::pages::{self, UnpackedPages};
+use cryopod_amd::pages;
+use cryopod_archive::temporary::Temporary;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
 
@@ -43,7 +44,7 @@ pub(super) struct RestorePreparation {
     /// The image directory, passable for a container in a user namespace.
     _searchable: Option<Searchable>,
     /// The memory of AMD's GPUs, until CRIU has read it.
-    _unpacked: Option<UnpackedPages>,
+    _unpacked: Option<Temporary>,
 }
 
 pub(super) fn prepare(
@@ -87,7 +88,7 @@ pub(super) fn prepare(
     })?;
     let links = ImageLinks {
         stored,
-        unpacked: unpacked.as_ref().map(|u| u.directory.as_path()),
+        unpacked: unpacked.as_ref().map(|u| u.path()),
     };
     let overlay = images::overlay(
         op,

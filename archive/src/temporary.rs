@@ -1,0 +1,135 @@
+//! Files and directories with temporary names, locked by their owner: a later run removes those of the dead.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{Flock, FlockArg};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use tempfile::Builder;
+
+/// Attempts to lock a new one before another process takes it for a leftover.
+const TRIES: usize = 100;
+
+/// A file or directory that is removed when this is dropped.
+#[derive(Debug)]
+pub struct Temporary {
+    path: PathBuf,
+    /// Locked, unless the file system has no locks: then nobody removes leftovers.
+    file: File,
+    is_kept: bool,
+}
+
+impl Temporary {
+    /// Makes a directory that only its owner can open.
+    ///
+    /// # Errors
+    /// The parent's.
+    pub fn directory(parent: &Path, prefix: impl AsRef<OsStr>) -> io::Result<Self> {
+        Self::make(|| {
+            let path = Builder::new().prefix(&prefix).tempdir_in(parent)?.keep();
+            Ok((File::open(&path)?, path))
+        })
+    }
+
+    /// Makes a file, to read and write.
+    pub(crate) fn file(parent: &Path, prefix: impl AsRef<OsStr>) -> io::Result<Self> {
+        Self::make(|| {
+            let file = Builder::new().prefix(&prefix).tempfile_in(parent)?;
+            file.keep().map_err(|e| e.error)
+        })
+    }
+
+    fn make(new: impl Fn() -> io::Result<(File, PathBuf)>) -> io::Result<Self> {
+        for _ in 0..TRIES {
+            let (file, path) = new()?;
+            // Another process may take it for a leftover until it is locked.
+            let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+            let named = path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
+            let ours = file.metadata().map(|m| (m.dev(), m.ino()))?;
+            if locked != Err(Errno::WOULDBLOCK) && named == Some(ours) {
+                let is_kept = false;
+                return Ok(Self {
+                    path,
+                    file,
+                    is_kept,
+                });
+            }
+        }
+        Err(io::ErrorKind::AlreadyExists.into())
+    }
+
+    /// Returns its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn handle(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
+    /// Returns its path; it is not removed any more, unless another run takes it for a leftover.
+    pub fn keep(mut self) -> PathBuf {
+        self.is_kept = true;
+        self.path.clone()
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            remove(&self.path);
+        }
+    }
+}
+
+/// Removes a file or a directory. Says so if it cannot.
+pub fn remove(path: &Path) {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(e) => Err(e),
+    };
+    match removed {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!("{}: cannot be removed: {e}", path.display());
+        }
+        _ => {}
+    }
+}
+
+/// Locks what this user's processes that have died have left in a directory.
+///
+/// # Errors
+/// The directory's.
+pub fn leftovers(
+    parent: &Path,
+    prefix: impl AsRef<OsStr>,
+) -> io::Result<Vec<(PathBuf, Flock<File>)>> {
+    let mut found = Vec::new();
+    for item in fs::read_dir(parent)? {
+        let item = item?;
+        let (name, path) = (item.file_name(), item.path());
+        let prefix = prefix.as_ref().as_encoded_bytes();
+        let own = |m: fs::Metadata| m.uid() == nix::unistd::geteuid().as_raw();
+        if name.as_encoded_bytes().starts_with(prefix)
+            && item.metadata().is_ok_and(own)
+            && let Some(lock) = abandoned(&path)
+        {
+            found.push((path, lock));
+        }
+    }
+    Ok(found)
+}
+
+/// Locks a file or directory; `None`: somebody works with it, or it is a link.
+pub(crate) fn abandoned(path: &Path) -> Option<Flock<File>> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
+        .open(path);
+    Flock::lock(opened.ok()?, FlockArg::LockExclusiveNonblock).ok()
+}
