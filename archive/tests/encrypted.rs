@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,6 +11,7 @@ use std::process::Command;
 use age::secrecy::ExposeSecret;
 use age::x25519::Identity;
 use common::{checkpoint, content, listing, noise};
+use cryopod_archive::format::digest::Digest;
 use cryopod_archive::pack::{Destination, PackOptions, pack};
 use cryopod_archive::source::{ArchivePlace, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
@@ -179,22 +181,34 @@ fn keys_of_ssh_are_recipients_and_identities() {
     assert!(said.to_string().contains("it has a passphrase"), "{said}");
 }
 
-/// Of the archive's 500 random bits none can be changed but those that say nothing: padding, and what names the image.
+/// Of an archive's 500 random bits none can be changed but those that say nothing: padding, and what names the image. And it
+/// stays the image whose digest is signed.
 #[test]
 fn every_changed_bit_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let source = small(dir.path());
-    let expected = content(&source);
     let key = keys(dir.path(), "key");
-    let archive = dir.path().join("image.tar");
-    let to = Destination::Archive(archive.clone());
-    pack(
-        &source,
-        &to,
-        &for_recipients(std::slice::from_ref(&key.recipient)),
-    )
-    .unwrap();
-    let whole = fs::read(&archive).unwrap();
+    let identities = Identities::read(&[key.file]);
+    for (n, recipients) in [&[][..], &[key.recipient]].into_iter().enumerate() {
+        let archive = dir.path().join(format!("image-{n}.tar"));
+        let to = Destination::Archive(archive.clone());
+        let packed = pack(&source, &to, &for_recipients(recipients)).unwrap();
+        changed_bits(
+            &archive,
+            &packed.digest.unwrap(),
+            &identities,
+            &content(&source),
+        );
+    }
+}
+
+fn changed_bits(
+    archive: &Path,
+    signed: &Digest,
+    identities: &Identities,
+    expected: &BTreeMap<String, Option<Vec<u8>>>,
+) {
+    let whole = fs::read(archive).unwrap();
     let mut blobs = Vec::new();
     for entry in tar::Archive::new(&whole[..]).entries().unwrap() {
         let entry = entry.unwrap();
@@ -203,9 +217,8 @@ fn every_changed_bit_is_refused() {
             blobs.push(at..at + entry.size());
         }
     }
-    let identities = Identities::read(&[key.file]);
     let place = ArchivePlace::parse(archive.to_str().unwrap());
-    let out = dir.path().join("out");
+    let out = archive.with_extension("out");
     let mut refused = 0;
     let random = noise(2, 500 * 8);
     for n in random.chunks(8) {
@@ -213,19 +226,19 @@ fn every_changed_bit_is_refused() {
         let (at, bit) = (n / 8 % whole.len() as u64, n % 8);
         let mut changed = whole.clone();
         changed[at as usize] ^= 1 << bit;
-        fs::write(&archive, changed).unwrap();
-        let done = place
-            .open(&identities)
-            .and_then(|source| unpack(&source, &out, &UnpackOptions::default()));
-        if done.is_ok() {
+        fs::write(archive, changed).unwrap();
+        let done = place.open(identities).and_then(|source| {
+            unpack(&source, &out, &UnpackOptions::default())?;
+            Ok(source)
+        });
+        if let Ok(source) = done {
             assert!(
                 !blobs.iter().any(|b| b.contains(&at)),
                 "byte {at}, bit {bit}"
             );
-            assert!(
-                content(&Source::open(&out).unwrap()) == expected,
-                "byte {at}"
-            );
+            assert!(source.image().unwrap().digest == *signed, "byte {at}");
+            let read = content(&Source::open(&out).unwrap());
+            assert!(read == *expected, "byte {at}");
             fs::remove_dir_all(&out).unwrap();
         } else {
             refused += 1;

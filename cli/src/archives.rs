@@ -2,6 +2,7 @@
 
 pub(crate) mod bundle;
 pub(crate) mod confined;
+mod cosign_key;
 pub(crate) mod flatten;
 pub(crate) mod pack;
 pub(crate) mod pull;

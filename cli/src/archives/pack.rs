@@ -67,7 +67,7 @@ pub struct PackMethod {
     /// Do not encrypt, whatever the configuration says.
     #[arg(long, conflicts_with = "encrypt_to")]
     no_encrypt: bool,
-    /// Sign an image with this private key of P-256 (PEM, PKCS #8).
+    /// Sign an image with this private key of P-256: PKCS #8 (PEM), or cosign's with COSIGN_PASSWORD.
     #[arg(long, value_name = "KEY")]
     sign_by: Option<PathBuf>,
     /// The image that is signed, instead of `name`.

@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 
+use super::cosign_key;
 use crate::terminal::ui;
 
 const KIND: &str = "cosign container image signature";
@@ -225,10 +226,15 @@ fn beside(place: &Path) -> PathBuf {
 
 /// Reads a private key.
 pub fn signing_key(path: &Path) -> anyhow::Result<SigningKey> {
-    SigningKey::from_pkcs8_pem(&read_key(path)?).with_context(|| {
+    let text = read_key(path)?;
+    let shown = path.display();
+    if let Some(der) = cosign_key::decrypt(&text).with_context(|| shown.to_string())? {
+        let key = SigningKey::from_pkcs8_der(&der);
+        return key.with_context(|| format!("{shown}: no private key of P-256"));
+    }
+    SigningKey::from_pkcs8_pem(&text).with_context(|| {
         format!(
-            "{}: no private key of P-256 in PKCS #8, without a passphrase (openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256)",
-            path.display()
+            "{shown}: no private key of P-256: neither cosign's nor PKCS #8 without a passphrase (openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256)"
         )
     })
 }
