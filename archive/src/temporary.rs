@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
@@ -30,7 +30,9 @@ impl Temporary {
     /// The parent's.
     pub fn directory(parent: &Path, prefix: impl AsRef<OsStr>) -> io::Result<Self> {
         Self::make(|| {
-            let path = Builder::new().prefix(&prefix).tempdir_in(parent)?.keep();
+            let mut new = Builder::new();
+            let new = new.permissions(fs::Permissions::from_mode(0o700));
+            let path = new.prefix(&prefix).tempdir_in(parent)?.keep();
             Ok((File::open(&path)?, path))
         })
     }
@@ -132,4 +134,27 @@ pub(crate) fn abandoned(path: &Path) -> Option<Flock<File>> {
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
         .open(path);
     Flock::lock(opened.ok()?, FlockArg::LockExclusiveNonblock).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn they_are_the_owners_alone_and_leftovers_once_he_is_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        let new = [
+            Temporary::directory(dir.path(), ".x-").unwrap(),
+            Temporary::file(dir.path(), ".x-").unwrap(),
+        ];
+        let mode = |t: &Temporary| t.path().metadata().unwrap().mode() & 0o777;
+        assert_eq!([mode(&new[0]), mode(&new[1])], [0o700, 0o600]);
+        let found = || leftovers(dir.path(), ".x-").unwrap().len();
+        assert_eq!(found(), 0);
+        let [directory, file] = new;
+        drop(file.keep());
+        assert_eq!(found(), 1);
+        drop(directory);
+        assert_eq!(dir.path().read_dir().unwrap().count(), 1);
+    }
 }
