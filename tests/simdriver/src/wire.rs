@@ -33,7 +33,7 @@ pub mod op {
     pub const SUM: u64 = 6;
     /// (address, offset, bytes, value) → ()
     pub const MEMSET: u64 = 7;
-    /// (step, timeout ms, bytes) → (directive, code, delay ms, bytes per second)
+    /// (step, timeout ms, bytes) → (directive, code, delay ms)
     pub const STEP_BEGIN: u64 = 8;
     /// (step, code, bytes, microseconds) → ()
     pub const STEP_END: u64 = 9;

@@ -21,24 +21,6 @@ fn timed(f: impl FnOnce()) -> Duration {
 }
 
 #[test]
-fn refused_checkpoints_leave_the_process_locked() {
-    for switch in [
-        "refuse",
-        "uvm:1",
-        "ipc",
-        "fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED",
-    ] {
-        let (m, c) = with_client();
-        m.set(switch);
-        m.ok(c.pid, &["lock"]);
-        m.fails(c.pid, &["checkpoint"], "CUDA_ERROR_NOT_SUPPORTED");
-        assert_eq!(m.state(c.pid), "locked");
-        m.ok(c.pid, &["unlock"]);
-        c.goes_on();
-    }
-}
-
-#[test]
 fn real_managed_memory_is_refused() {
     let mut m = Machine::new(&[]);
     let c = m.client(&["--uvm"]);
@@ -54,17 +36,6 @@ fn memory_that_nobody_imports_comes_back() {
     let c = m.client(&["--mib", "2", "--ipc"]);
     m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
     c.goes_on();
-}
-
-#[test]
-fn mps_and_mig_refuse_the_lock() {
-    for switch in ["mps", "mig"] {
-        let (m, c) = with_client();
-        m.set(switch);
-        m.fails(c.pid, &["lock"], "CUDA_ERROR_NOT_SUPPORTED");
-        assert_eq!(m.state(c.pid), "running");
-        c.goes_on();
-    }
 }
 
 #[test]
@@ -181,32 +152,6 @@ fn too_little_memory_at_restore_is_for_good() {
 }
 
 #[test]
-fn out_of_memory_by_switch() {
-    let (m, c) = with_client();
-    m.ok(c.pid, &["lock", "checkpoint"]);
-    m.set("oom-restore:1");
-    m.fails(c.pid, &["restore"], "CUDA_ERROR_OUT_OF_MEMORY");
-    m.fails(c.pid, &["restore"], "CUDA_ERROR_OPERATING_SYSTEM");
-}
-
-#[test]
-fn slow_steps_and_rates() {
-    let (m, c) = with_client();
-    m.ok(c.pid, &["lock"]);
-    m.set("rate-checkpoint=25165824");
-    let took = timed(|| drop(m.ok(c.pid, &["checkpoint"])));
-    assert!(
-        took >= Duration::from_millis(500),
-        "12 MiB at 24 MiB/s took {took:?}"
-    );
-    m.set("slow-restore=300");
-    let took = timed(|| drop(m.ok(c.pid, &["restore"])));
-    assert!(took >= Duration::from_millis(300), "{took:?}");
-    m.ok(c.pid, &["unlock"]);
-    c.goes_on();
-}
-
-#[test]
 fn a_switch_for_one_process_of_two() {
     let mut m = Machine::new(&[]);
     let (a, b) = (m.client(&[]), m.client(&[]));
@@ -220,19 +165,4 @@ fn a_switch_for_one_process_of_two() {
     m.ok(b.pid, &["unlock"]);
     a.goes_on();
     b.goes_on();
-}
-
-#[test]
-fn a_failing_init() {
-    let mut m = Machine::new(&[]);
-    m.set("fail-init=CUDA_ERROR_SYSTEM_NOT_READY:1");
-    let c = m.client(&[]);
-    assert!(
-        c.text().contains("CUDA_ERROR_SYSTEM_NOT_READY"),
-        "{}",
-        c.text()
-    );
-    let c = m.client(&[]);
-    c.goes_on();
-    wait_for("both to be known", || m.events("init").len() == 1);
 }

@@ -160,29 +160,6 @@ fn children_that_come_later_are_known() {
 }
 
 #[test]
-fn what_does_not_come_level_goes_on() {
-    let job = Job::new(
-        &["--ranks", "2", "--stay-at", "9", "--interval-ms", "1"],
-        &[],
-    );
-    // From here on rank 0 is one call ahead of rank 1.
-    wait_for("the first rank to be ahead", || {
-        job.client.text().contains("launched p0")
-    });
-    let error = job.group().down(SHORT).unwrap_err();
-    assert!(
-        error.contains("nccl.quiesce_s") && error.contains("of communicator"),
-        "{error}"
-    );
-    fs::remove_file(job.machine.path("dev/shm/nccl-stay")).unwrap();
-    job.client.goes_on();
-    let mut group = job.group();
-    group.down(QUIESCE).unwrap();
-    group.up(UP).unwrap();
-    job.client.goes_on();
-}
-
-#[test]
 fn whoever_dies_the_others_see_nccls_error() {
     for step in 0..4 {
         let job = Job::new(&["--ranks", "3", "--interval-ms", "5"], &[]);
@@ -219,17 +196,6 @@ fn whoever_dies_the_others_see_nccls_error() {
         }
         job.fails_as_nccl();
     }
-}
-
-#[test]
-fn communicators_that_do_not_come_up_are_lost() {
-    let job = Job::new(&["--ranks", "2"], &[]);
-    let mut group = job.group();
-    group.down(QUIESCE).unwrap();
-    fs::write(job.machine.path("dev/shm/nccl-fail"), "").unwrap();
-    let error = group.up(UP).unwrap_err();
-    assert!(error.contains("NCCL's error 2"), "{error}");
-    job.fails_as_nccl();
 }
 
 #[test]

@@ -30,7 +30,6 @@ const HANG_POLL: Duration = Duration::from_millis(5);
 pub struct Begun {
     step: Step,
     start: Instant,
-    rate: u64,
 }
 
 /// A step that is to go no further, and whether the process is broken by it.
@@ -95,18 +94,11 @@ pub fn begin(
         }
         _ => {}
     }
-    Ok(Begun {
-        step,
-        start,
-        rate: f[4],
-    })
+    Ok(Begun { step, start })
 }
 
-/// Tells the server that a step ended, after what a rate limit adds.
+/// Tells the server that a step ended.
 fn end(inner: &Inner, b: &Begun, bytes: u64) {
-    if let Some(us) = bytes.saturating_mul(1_000_000).checked_div(b.rate) {
-        thread::sleep(Duration::from_micros(us).saturating_sub(b.start.elapsed()));
-    }
     let us = u64::try_from(b.start.elapsed().as_micros()).unwrap_or(u64::MAX);
     let _ = inner.ask(op::STEP_END, &[b.step as u64, 0, bytes, us]);
 }

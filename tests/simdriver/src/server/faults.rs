@@ -28,9 +28,6 @@ break-STEP[=CODE]    the step returns CODE and leaves the process in the failed 
 hang-STEP            the step does not end; a lock gives up at its timeout (CUDA_ERROR_NOT_READY)
 hang-lock-forever    a lock that does not look at its timeout
 slow-STEP=MS         the step takes MS longer
-rate-STEP=BYTES      checkpoint or restore moves at most BYTES a second
-refuse, uvm, ipc     checkpoint returns CUDA_ERROR_NOT_SUPPORTED, the process stays locked
-mps, mig             lock returns CUDA_ERROR_NOT_SUPPORTED
 oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
 cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
 STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle), launch (cuLaunchKernel). NAME[=VALUE][:COUNT][/SKIP][@PID]";
@@ -78,8 +75,6 @@ pub struct Verdict {
     pub code: i32,
     /// Milliseconds to add.
     pub delay_ms: u64,
-    /// Bytes a second, 0 for no limit.
-    pub rate: u64,
 }
 
 /// What this switch does to this step, if anything.
@@ -96,11 +91,6 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
     };
     let on = |of: Step, directive, code| (of == step).then_some(verdict(directive, code));
     match f.name.as_str() {
-        "refuse" | "uvm" | "ipc" => {
-            let code = abi::CUDA_ERROR_NOT_SUPPORTED;
-            return on(Step::Checkpoint, directive::FAIL, code);
-        }
-        "mps" | "mig" => return on(Step::Lock, directive::FAIL, abi::CUDA_ERROR_NOT_SUPPORTED),
         "oom-restore" => {
             let code = abi::CUDA_ERROR_OUT_OF_MEMORY;
             return on(Step::Restore, directive::FAIL, code);
@@ -117,7 +107,6 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
         Step::Lock | Step::Checkpoint | Step::GetState => abi::CUDA_ERROR_OPERATING_SYSTEM,
         _ => abi::CUDA_ERROR_UNKNOWN,
     };
-    let mut slowed = Verdict::default();
     Some(match verb {
         "fail" => verdict(directive::FAIL, code(failure)?),
         "break" if step != Step::GetState => {
@@ -125,14 +114,10 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
         }
         "hang" if step == Step::Lock => verdict(directive::HANG, 0),
         "hang" if step != Step::GetState => verdict(directive::HANG_FOREVER, 0),
-        "slow" => {
-            slowed.delay_ms = number()?;
-            slowed
-        }
-        "rate" => {
-            slowed.rate = number()?;
-            slowed
-        }
+        "slow" => Verdict {
+            delay_ms: number()?,
+            ..Verdict::default()
+        },
         _ => return None,
     })
 }
@@ -174,7 +159,6 @@ impl Faults {
                 (out.directive, out.code) = (v.directive, v.code);
             }
             out.delay_ms += v.delay_ms;
-            out.rate = if v.rate == 0 { out.rate } else { v.rate };
             f.count = f.count.map(|c| c - 1);
             acted.push(f.name.clone());
         }
@@ -209,7 +193,7 @@ mod tests {
         assert!("fail-dinner".parse::<Fault>().is_err());
         assert!("slow-restore".parse::<Fault>().is_err());
         assert!("fail-lock=NO_SUCH_CODE".parse::<Fault>().is_err());
-        assert!("refuse:x".parse::<Fault>().is_err());
+        assert!("fail-lock:x".parse::<Fault>().is_err());
     }
 
     #[test]
@@ -236,19 +220,12 @@ mod tests {
     fn slow_and_fail_combine() {
         let mut f = Faults::default();
         f.set("slow-restore=20".parse().unwrap());
-        f.set("rate-restore=1000".parse().unwrap());
         f.set("oom-restore:1".parse().unwrap());
         let (v, _) = f.decide(Step::Restore, 1);
-        assert_eq!(
-            (v.directive, v.code, v.delay_ms, v.rate),
-            (directive::FAIL, 2, 20, 1000)
-        );
+        assert_eq!((v.directive, v.code, v.delay_ms), (directive::FAIL, 2, 20));
         f.clear(Some("slow-restore"));
         let (v, _) = f.decide(Step::Restore, 1);
-        assert_eq!(
-            (v.directive, v.delay_ms, v.rate),
-            (directive::PROCEED, 0, 1000)
-        );
+        assert_eq!((v.directive, v.delay_ms), (directive::PROCEED, 0));
         f.clear(None);
         assert!(f.0.is_empty());
     }

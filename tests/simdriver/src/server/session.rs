@@ -341,11 +341,10 @@ fn step_begin(
             json!({ "pid": c.pid, "step": step.as_ref(), "switches": acted, "code": verdict.code });
         server.events.write("fault", fields);
     }
-    reply[1..5].copy_from_slice(&[
+    reply[1..4].copy_from_slice(&[
         verdict.directive,
         u64::from(verdict.code.unsigned_abs()),
         verdict.delay_ms,
-        verdict.rate,
     ]);
     Ok(())
 }

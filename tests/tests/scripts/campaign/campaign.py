@@ -305,9 +305,9 @@ class Fault:
         elif kind == "driver":
             if verb in ("resume", "restore", "import", "copy"):
                 # After an OOM the driver restores a process no more.
-                switch, steps = ["oom-restore:1" if verb != "resume" else "refuse", "hang-restore"], ["restore", "unlock"]
+                switch, steps = ["oom-restore:1" if verb != "resume" else "fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED", "hang-restore"], ["restore", "unlock"]
             else:
-                switch, steps = ["hang-lock:1", "fail-get-state:1", "cuinit-race", "hang-checkpoint", "refuse"], ["lock", "checkpoint", "unlock"]
+                switch, steps = ["hang-lock:1", "fail-get-state:1", "cuinit-race", "hang-checkpoint", "fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED"], ["lock", "checkpoint", "unlock"]
             switch += [f"fail-{s}:1" for s in steps] + [f"slow-{s}=1500:2" for s in steps]
             self.what, self.who = kind, rng.choice(switch)
         self.skip, self.short = rng.choice([0, 0, 0, 1]), verb == "kill" or rng.random() < 0.25

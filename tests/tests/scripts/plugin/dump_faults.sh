@@ -12,13 +12,11 @@ fault() { # SWITCH CONDITION: the dump fails with this report, and the sum goes 
     check "$1: left as found" sh -c "[ \"\$(LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step $client_pid state | tail -n 1 | cut -d' ' -f3)\" = running ]"
     stop
 }
-fault refuse '.error.step == "checkpoint" and (.error.cause | test("NOT_SUPPORTED")) and (.error.remedy | test("managed memory"))'
-fault uvm '.error.step == "checkpoint"'
-fault ipc '.error.step == "checkpoint"'
+fault fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED '.error.step == "checkpoint" and (.error.cause | test("NOT_SUPPORTED")) and (.error.remedy | test("managed memory"))'
 fault fail-checkpoint '.error.step == "checkpoint"'
 fault fail-checkpoint=CUDA_ERROR_OUT_OF_MEMORY '.error.remedy | test("memory")'
 fault fail-lock '.error.step == "lock"'
-fault mps '.error.step == "lock"'
+fault fail-lock=CUDA_ERROR_NOT_SUPPORTED '.error.step == "lock"'
 fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock timeout"))'
 fault fail-get-state '.error.step == "query"'
 

@@ -47,11 +47,10 @@ rm -f /tmp/job.tar
 says() { # SWITCH: what the message must hold
     case $1 in
         fail-init) echo 'the NVIDIA driver cannot be used for a checkpoint' ;;
-        mig) echo 'cusim-client.*the driver refused|could not be restored on this host: nvidia-mig' ;; # whichever sees it first
         *) echo 'cusim-client.*the driver refused' ;;
     esac
 }
-for switch in refuse fail-lock mig fail-init; do
+for switch in {fail-checkpoint,fail-lock}=CUDA_ERROR_NOT_SUPPORTED fail-lock fail-init; do
     /opt/build/cusim-ctl --socket "$sim" set "$switch" > /dev/null
     if pod container checkpoint --export /tmp/job.tar job > /tmp/said 2>&1; then
         echo "checkpointed in spite of $switch" && exit 1
