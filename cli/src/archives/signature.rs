@@ -258,7 +258,12 @@ pub fn require(
         return Ok(());
     }
     let keys = options.keys.iter().map(|path| {
-        let key = VerifyingKey::from_public_key_pem(&read_key(path)?);
+        // The nodes of a cluster have one configuration, and need no file beside it.
+        let text = match path.to_str().map(str::trim) {
+            Some(text) if text.starts_with("-----BEGIN ") => text.to_owned(),
+            _ => read_key(path)?,
+        };
+        let key = VerifyingKey::from_public_key_pem(&text);
         key.with_context(|| format!("{}: no public key of P-256", path.display()))
     });
     let keys = keys.collect::<anyhow::Result<Vec<_>>>()?;
@@ -330,6 +335,8 @@ mod tests {
             vec![sign()],
         )
         .unwrap();
+        let text = PathBuf::from(fs::read_to_string(&public).unwrap());
+        asked(&[&text], &digest, None, vec![sign()]).unwrap();
         for (keys, digest, repository, signatures, why) in [
             (&[&public][..], &digest, None, vec![], "no signature"),
             (&[], &digest, None, vec![sign()], "no key of restore.keys"),

@@ -22,7 +22,7 @@ pub struct RestoreOptions {
     pub allow: Vec<Rule>,
     /// What archives must have, too.
     pub require: Option<Requirement>,
-    /// Public keys of P-256 (PEM): if there are any, one of them must have signed an image of a registry.
+    /// Public keys of P-256, in PEM or files with it: if there are any, one of them must have signed an image of a registry.
     pub keys: Vec<PathBuf>,
 }
 
