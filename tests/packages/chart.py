@@ -14,7 +14,7 @@ IMAGE = "registry.example/cryopod:1"
 SETTINGS = '[restore]\nallow = [{ from = "docker://registry.example/team", kubernetes = ["default"] }]\n'
 VALUES = [
     {"image": IMAGE},
-    {"image": IMAGE, "settings": SETTINGS, "warm": ["docker://a@sha256:0", "docker://b@sha256:1"], "registrySecret": "secret",
+    {"image": IMAGE, "settings": SETTINGS, "warm": ["docker://a@sha256:0", "docker://b@sha256:1"], "registrySecret": "secret", "signingSecret": "cosign",
      "nodeSelector": {"gpu": "yes"}, "imagePullSecrets": [{"name": "secret"}]},
     {"image": IMAGE, "remove": True},
 ]  # fmt: skip

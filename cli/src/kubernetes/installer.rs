@@ -36,6 +36,9 @@ pub enum Args {
         /// An auth file of this container, for registries.
         #[arg(long)]
         auth_file: Option<PathBuf>,
+        /// A private key of this container, for the node's --sign-by.
+        #[arg(long)]
+        sign_key: Option<PathBuf>,
         #[arg(last = true, required = true)]
         words: Vec<OsString>,
     },
@@ -55,8 +58,14 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
         Args::Run {
             node_root,
             auth_file,
+            sign_key,
             words,
-        } => on_node(&node_root, auth_file.as_deref(), &words),
+        } => on_node(
+            &node_root,
+            auth_file.as_deref(),
+            sign_key.as_deref(),
+            &words,
+        ),
         Args::Label { node, remove } => {
             tokio::runtime::Builder::new_current_thread()
                 .enable_all()
@@ -74,17 +83,30 @@ pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn on_node(root: &Path, auth_file: Option<&Path>, words: &[OsString]) -> anyhow::Result<ExitCode> {
-    let auth = auth_file.map(|path| File::open(path).with_context(|| path.display().to_string()));
-    let auth = auth.transpose()?;
+fn on_node(
+    root: &Path,
+    auth_file: Option<&Path>,
+    sign_key: Option<&Path>,
+    words: &[OsString],
+) -> anyhow::Result<ExitCode> {
+    let open = |path: Option<&Path>| {
+        let file = path.map(|path| File::open(path).with_context(|| path.display().to_string()));
+        file.transpose()
+    };
+    let (auth, key) = (open(auth_file)?, open(sign_key)?);
     setup::node::change_root(root)?;
     let mut command = Command::new(setup::node::program());
     command.args(words);
-    if let Some(file) = &auth {
-        // The node has no such path: the program inherits the open file.
+    // The node has no such paths: the program inherits the open files.
+    let inherited = |file: &File| {
         fcntl(file, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        command.env("REGISTRY_AUTH_FILE", path);
+        anyhow::Ok(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    };
+    if let Some(file) = &auth {
+        command.env("REGISTRY_AUTH_FILE", inherited(file)?);
+    }
+    if let Some(file) = &key {
+        command.arg("--sign-by").arg(inherited(file)?);
     }
     Err(command.exec()).with_context(|| command.get_program().display().to_string())
 }

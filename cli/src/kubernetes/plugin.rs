@@ -22,6 +22,8 @@ const PAUSE: Duration = Duration::from_secs(1);
 const OURS: &str = "app.kubernetes.io/name=cryopod";
 const RUNTIME_CLASS: &str = "cryopod";
 const RESTORE: &str = "dev.cryopod.restore";
+/// The chart's annotation with the name of the secret that signs.
+const SIGNING: &str = "cryopod.dev/signing-secret";
 /// The job's pod ends by itself after this time, and is removed after the next.
 const REMOVED_AFTER_S: u64 = 3600;
 
@@ -201,6 +203,8 @@ fn checkpoint(
 struct Installer {
     namespace: String,
     spec: Value,
+    /// The secret with the key that signs, as cosign makes it. No pod of the DaemonSet has it.
+    signing: Value,
 }
 
 impl Installer {
@@ -219,6 +223,7 @@ impl Installer {
             Some(namespace) => Ok(Self {
                 namespace: namespace.into(),
                 spec: one["spec"]["template"]["spec"].clone(),
+                signing: one["metadata"]["annotations"][SIGNING].clone(),
             }),
             None => bail!("the cluster has no installer of cryopod: helm install it first"),
         }
@@ -240,6 +245,14 @@ impl Installer {
             command.push("--auth-file=/auth/.dockerconfigjson");
             mounts.push(json!({"name": "auth", "mountPath": "/auth", "readOnly": true}));
             volumes.push(auth);
+        }
+        let mut env = Vec::new();
+        if let Value::String(secret) = &self.signing {
+            command.push("--sign-key=/sign/cosign.key");
+            mounts.push(json!({"name": "sign", "mountPath": "/sign", "readOnly": true}));
+            volumes.push(json!({"name": "sign", "secret": {"secretName": secret}}));
+            let password = json!({"secretKeyRef": {"name": secret, "key": "cosign.password"}});
+            env.push(json!({"name": "COSIGN_PASSWORD", "valueFrom": password}));
         }
         command.extend(["--", "pack", archive, "--output", &target.to]);
         if !target.tls_verify {
@@ -268,6 +281,7 @@ impl Installer {
                         "name": "push",
                         "image": self.spec["containers"][0]["image"],
                         "command": command,
+                        "env": env,
                         "securityContext": {"privileged": true},
                         "volumeMounts": mounts,
                     }],

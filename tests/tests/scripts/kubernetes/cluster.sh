@@ -20,13 +20,19 @@ on_failure() { tail -n 20 /tmp/said /tmp/kubelet.log /tmp/containerd.log; }
 
 mkdir -p /host /settings
 mount --rbind / /host
-cat > /settings/config.toml << 'T'
+# As `cosign generate-key-pair k8s://cryopod/cosign`
+mkdir -p /tmp/secrets/cosign && echo -n secret > /tmp/secrets/cosign/cosign.password
+(cd /tmp/secrets/cosign && COSIGN_PASSWORD=secret timeout 60 cosign generate-key-pair) 2> /dev/null
+cat > /settings/config.toml << T
 [restore]
 allow = [{ from = "docker://localhost:5000/team", kubernetes = ["default"] }]
+keys = ["""
+$(cat /tmp/secrets/cosign/cosign.pub)
+"""]
 [cache]
 insecure_registries = ["localhost:5000"]
 T
-chart() { python3 /src/tests/tests/scripts/kubernetes/render.py /src/packages/kubernetes/chart 'image="localhost:5000/cryopod:1"' "settings=$(jq -Rs . /settings/config.toml)" "$@" > /tmp/chart.yaml; }
+chart() { python3 /src/tests/tests/scripts/kubernetes/render.py /src/packages/kubernetes/chart 'image="localhost:5000/cryopod:1"' "settings=$(jq -Rs . /settings/config.toml)" 'signingSecret="cosign"' "$@" > /tmp/chart.yaml; }
 command_of() { # INIT-CONTAINER: of the chart, run on this node with the program of the image
     local words
     kubectl create --dry-run=client -f /tmp/chart.yaml -o json > /tmp/chart.json
@@ -88,8 +94,13 @@ check 'a checkpoint by kubectl' sh -c 'kubectl cryopod checkpoint counter --to d
 digest=$(cat /tmp/digest)
 check 'it answers with the digest' says /tmp/digest '^docker://localhost:5000/team/counter@sha256:[0-9a-f]{64}$'
 check 'the pod goes on' wait_for printed_more counter "$(kubectl logs counter --tail=1)"
+check 'cosign: signed by the secret' sh -c "cosign verify --key /tmp/secrets/cosign/cosign.pub --insecure-ignore-tlog --allow-insecure-registry ${digest#docker://} > /tmp/said 2>&1"
 check 'no job is left' test "$(kubectl get jobs --all-namespaces -o name)" = ''
 last=$(kubectl logs counter --tail=1)
+unsigned=$(cryopod pack "$(ls -t /var/lib/kubelet/checkpoints/*.tar | head -n 1)" -o docker://localhost:5000/team/unsigned:1 --tls-verify=false | grep -o 'sha256:[0-9a-f]*' | head -n 1)
+chart "warm=[\"docker://localhost:5000/team/unsigned@$unsigned\"]"
+if command_of warm-0; then exit 1; fi
+check 'not signed: not on the node' says /tmp/said 'a key of restore.keys must have signed it: it has no signature'
 chart "warm=[\"$digest\"]"
 check 'the node has it before its first pod' command_of warm-0
 check 'in its cache' sh -c 'cryopod cache ls | grep -q team/counter'
@@ -114,8 +125,8 @@ check 'and begins anew' sh -c 'kubectl get deployment server -o json | jq -e ".s
 # command. With a container beside it the annotation names the one.
 sed -n 's/^#   \(cryopod pack .*\)/\1/p' /src/examples/kubernetes/checkpoint.sh > /tmp/push.sh
 archive=$(bash /src/examples/kubernetes/checkpoint.sh node1 default counter counter | jq -r '.items[0]')
-sed -i "s,ARCHIVE,$archive,; s,registry.example/team/server:checkpoint,localhost:5000/team/server:checkpoint --tls-verify=false," /tmp/push.sh
-check 'what checkpoint.sh says of the archive' bash -xeuo pipefail /tmp/push.sh > /tmp/pushed
+sed -i "s,ARCHIVE,$archive,; s,registry.example/team/server:checkpoint,localhost:5000/team/server:checkpoint --tls-verify=false --sign-by /tmp/secrets/cosign/cosign.key," /tmp/push.sh
+check 'what checkpoint.sh says of the archive' env COSIGN_PASSWORD=secret bash -xeuo pipefail /tmp/push.sh > /tmp/pushed
 server=$(sed -n 's/^\(sha256:.*\)/\1/p' /tmp/pushed)
 kubectl delete deployment server > /dev/null
 sed "s,registry.example/team/server@sha256:0*,localhost:5000/team/server@$server,; s,image: .*,image: docker.io/library/busybox," /src/examples/kubernetes/deployment.yaml |

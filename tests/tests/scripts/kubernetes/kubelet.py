@@ -4,6 +4,7 @@ a process of this host, whose own root is at /host."""
 
 import http.server
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import urllib.parse
 
 NODE = "node1"
+SECRETS = pathlib.Path("/tmp/secrets")
 CHECKPOINTS = pathlib.Path("/var/lib/kubelet/checkpoints")
 KINDS = {
     "pods": ("v1", "Pod", True),
@@ -78,7 +80,16 @@ def checkpoint(pod, container):
 
 def run_job(job):
     name, template = job["metadata"]["name"], job["spec"]["template"]
-    done = subprocess.run(template["spec"]["containers"][0]["command"], capture_output=True, text=True)
+    container = template["spec"]["containers"][0]
+    secrets = {one["name"]: one["secret"]["secretName"] for one in template["spec"]["volumes"] if "secret" in one}
+    for mount in container["volumeMounts"]:
+        if mount["name"] in secrets:
+            place = pathlib.Path(mount["mountPath"])
+            place.unlink(missing_ok=True)
+            place.symlink_to(SECRETS / secrets[mount["name"]])
+    env = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container.get("env", [])}
+    env = {name: (SECRETS / ref["name"] / ref["key"]).read_text() for name, ref in env.items()}
+    done = subprocess.run(container["command"], capture_output=True, text=True, env={**os.environ, **env})
     job["spec"]["selector"] = {"matchLabels": {"job-name": name}}
     job["status"] = {"conditions": [{"type": "Failed" if done.returncode else "Complete", "status": "True"}]}
     metadata = {"name": f"{name}-0", "namespace": job["metadata"]["namespace"], "labels": {"job-name": name}}
