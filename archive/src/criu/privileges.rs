@@ -157,8 +157,12 @@ pub fn read<E: From<ImageError>>(
             })?;
             let credentials = credentials(creds)
                 .ok_or_else(|| damaged(&file, "a set of capabilities has not two words"))?;
-            let old = || task.and_then(|t| t.u32("old_seccomp_mode"));
-            let own = thread.u32("seccomp_mode").or_else(old).unwrap_or(0);
+            // CRIU would take these in place of the thread's. It has not written them since 3.13.
+            let old = ["old_seccomp_mode", "old_seccomp_filter"];
+            if task.is_some_and(|t| old.iter().any(|field| t.has(field))) {
+                return Err(damaged(&file, "it has two seccomp modes or filters").into());
+            }
+            let own = thread.u32("seccomp_mode").unwrap_or(0);
             if tid == pid && own == FILTER && synced(&filters, thread.u32("seccomp_filter")) {
                 for_all = FILTER;
             }

@@ -95,10 +95,13 @@ fn every_thread_and_mount() {
 }
 
 #[test]
-fn what_would_give_a_process_crius_own_credentials_is_an_error() {
+fn what_would_give_a_process_more_is_an_error() {
     let mut bare = core(&[0, 0], None);
     bare.remove("thread_core");
     let three = core(&[0, 0, 1], None);
+    let mut old = core(&[0, 0], Some(2));
+    let task = old.message_mut("tc").unwrap();
+    task.set_number("old_seccomp_mode", 0);
     let empty = message("inventory_entry", &[]);
     for (file, content, told) in [
         ("core-7.img", None, "core-7.img: not there"),
@@ -111,6 +114,11 @@ fn what_would_give_a_process_crius_own_credentials_is_an_error() {
             "core-7.img",
             Some(three),
             "a set of capabilities has not two words",
+        ),
+        (
+            "core-1.img",
+            Some(old),
+            "core-1.img: message 0: it has two seccomp modes",
         ),
         (
             "inventory.img",

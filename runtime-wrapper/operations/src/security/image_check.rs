@@ -6,6 +6,7 @@
 //!
 //! - Every message is decoded by CRIU's own definitions; what has two meanings is refused ([`Message`]).
 //! - What reaches past the container is refused: [`cgroups`], [`mounts`], [`files`], [`network`].
+//! - What only one process of a network namespace can have gets another name: [`files`].
 //! - What the spec decides is taken from the spec: [`limits`], [`namespaces`], [`seccomp`].
 //!
 //! Data is shown to CRIU as it is: memory pages, archives of a tmpfs, files.
@@ -78,6 +79,7 @@ pub fn check(
     closed::settle(&mut images, subject.spec, &ceiling);
     told.extend(mounts::check(&images, subject, directory)?);
     told.extend(files::check(&images, subject, &ceiling));
+    files::settle(&mut images);
     told.extend(network::check(&images, directory, &ceiling)?);
     told.extend(namespaces::settle(&mut images, subject));
     told.extend(seccomp::settle(&mut images, subject.spec));

@@ -171,6 +171,8 @@ cases = {
     "proc-whole": lambda: again("/proc/sys", f6="/"),
     "proc-unmasked": lambda: again("/proc/sys", f6="/keys", f7="./proc/keys"),
     "seccomp": lambda: change("core-1.img", [5], sets(f11=0, f12=None)),
+    # CRIU takes it in place of the thread's
+    "old-seccomp": lambda: change("core-1.img", [3], sets(f11=0)),
     "userns": lambda: (new_image("userns-7.img", 0x55474906, [field(1, [field(1, 0), field(2, 0), field(3, 4294967295)])]),
         change("ids-1.img", [], lambda m: put(m, 10, 7))),
     # open files, deleted files
@@ -235,7 +237,7 @@ for case in $(craft list /); do
         securebits | seccomp) want="has .*$case.* in the images" ;;
         packet-socket | tun | path) want=files.img: ;;
         device | setuid) want=ghost-file-9.img: ;;
-        unknown-field | twice | long-number) want='core-1.img: message 0: ' ;;
+        unknown-field | twice | long-number | old-seccomp) want='core-1.img: message 0: ' ;;
         run-id | no-inventory-ids) want=inventory.img: ;;
         apparmor) want=apparmor.img: ;;
         userns) want=userns-7.img: ;;

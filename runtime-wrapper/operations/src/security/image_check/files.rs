@@ -1,6 +1,8 @@
-//! Checks the open files in `files.img`, and the deleted ones in `ghost-file-*.img`.
+//! Checks the open files in `files.img`, and the deleted ones in `ghost-file-*.img`. Gives CUDA's sockets names of their
+//! own.
 
 use std::collections::BTreeSet;
+use std::hash::{BuildHasher, Hasher, RandomState};
 
 use cryopod_archive::criu::message::Message;
 
@@ -8,6 +10,9 @@ use super::{CheckedImages, Subject};
 use crate::security::ceiling::CredentialsCeiling;
 
 const NAME: &str = "files.img";
+/// What CUDA's library calls the socket of each process, before the inode of its PID namespace and its process id (driver
+/// 580). A restored process has another PID namespace, so nobody finds the socket by this name any more.
+const OF_CUDA: &[u8] = b"\0cuda-uvmfd-";
 /// CRIU's number of a raw socket (`SOCK_RAW`).
 const RAW: u32 = 3;
 
@@ -37,6 +42,32 @@ pub fn check(
         told.extend(roots(images));
     }
     told
+}
+
+/// Gives CUDA's sockets names that nothing else has: copies of one checkpoint may share a network namespace, the host's
+/// or a pod's, and the second one could not be restored (`Address already in use`).
+pub fn settle(images: &mut CheckedImages) {
+    for file in images.messages_mut(NAME) {
+        let Some(socket) = file.message_mut("usk") else {
+            continue;
+        };
+        let name = socket.bytes("name").and_then(another_name);
+        if let Some(name) = name {
+            socket.set_bytes("name", &name);
+        }
+    }
+}
+
+/// Returns a name of the same length with another number; `None`: it is not CUDA's.
+fn another_name(name: &[u8]) -> Option<Vec<u8>> {
+    let rest = name.strip_prefix(OF_CUDA)?;
+    let digits = rest.iter().take_while(|b| b.is_ascii_digit()).count();
+    let random = RandomState::new().build_hasher().finish();
+    let number = format!("{random:020}").into_bytes().into_iter().rev();
+    let mut name = name.to_vec();
+    let at = name.iter_mut().skip(OF_CUDA.len()).take(digits);
+    at.zip(number.cycle()).for_each(|(old, new)| *old = new);
+    Some(name)
 }
 
 /// Returns the processes whose root directory is another one than the container's.
@@ -119,4 +150,24 @@ fn wrong_deleted(
         return Some("a deleted program that gives others its user or group".into());
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cudas_sockets_get_other_names() {
+        let name = b"\0cuda-uvmfd-4026532345-17\0\0";
+        let (one, two) = (another_name(name).unwrap(), another_name(name).unwrap());
+        assert!(one != two && one != name);
+        assert_eq!(one.len(), name.len());
+        assert!(one.starts_with(OF_CUDA) && one.ends_with(b"-17\0\0"));
+        assert_eq!(
+            another_name(b"\0cuda-uvmfd--1").unwrap(),
+            b"\0cuda-uvmfd--1"
+        );
+        assert!(another_name(b"\0tmp/nccl-socket-0-1").is_none());
+        assert!(another_name(b"/run/cuda-uvmfd-1").is_none());
+    }
 }
