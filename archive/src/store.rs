@@ -104,6 +104,11 @@ impl StoreError {
         }
     }
 
+    /// Returns true if the medium has lost what was stored.
+    fn is_unreadable(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.raw_os_error() == Some(libc::EIO))
+    }
+
     fn damaged(path: &Path, reason: impl Into<String>) -> Self {
         Self::Damaged {
             path: path.to_owned(),

@@ -82,6 +82,8 @@ impl Listing {
             Err(StoreError::Damaged { path, reason }) => {
                 Ok(Some(format!("{}: {reason}", path.display())))
             }
+            // A disk that lost a sector.
+            Err(e @ StoreError::Io { .. }) if e.is_unreadable() => Ok(Some(e.to_string())),
             compared => compared.map(|()| None),
         }
     }

@@ -26,6 +26,7 @@ use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
+use cryopod_host::containerd::is_image_directory;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::{SystemTools, Tools};
@@ -75,7 +76,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     refused_before::without_cgroups(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     let exit_file = ExitFile::find(&request.host, state.init);
-    let result = if nodes.is_empty() && !application::takes_part(&request.spec) {
+    // containerd may remove the images while CRIU writes them, and then the container must not end.
+    let asks_criu = application::takes_part(&request.spec)
+        || !request.leave_running() && is_image_directory(&request.images);
+    let result = if nodes.is_empty() && !asks_criu {
         without_gpu(&request, &state)
     } else {
         with_metadata(&request, &state, nodes, None, started)

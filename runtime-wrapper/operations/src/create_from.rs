@@ -50,6 +50,8 @@ pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 const OTHERWISE: &str = "dev.cryopod.restore.otherwise";
 /// Tells in the container's annotations why it started without its checkpoint.
 const WITHOUT: &str = "dev.cryopod.restore.failed";
+/// Tells there the number of the newest checkpoint of its name, which its own must not supersede.
+pub const NOT_RESTORED: &str = "dev.cryopod.restore.kept";
 const TCP_ESTABLISHED: &str = "dev.cryopod.criu.tcp-established";
 
 /// The annotations by which containerd and CRI-O tell the name of a container in its pod.
@@ -147,7 +149,8 @@ fn create(
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
-            Ok(Creation::WithoutCheckpoint(StartReason { why }))
+            let kept = newest.as_ref().and_then(Newest::number);
+            Ok(Creation::WithoutCheckpoint(StartReason { why, kept }))
         }
         Err(e) => {
             if let Some(newest) = newest {
@@ -168,6 +171,7 @@ fn create(
 /// Tells in the container's annotations, which `state` shows, why it started without its checkpoint.
 struct StartReason {
     why: String,
+    kept: Option<u64>,
 }
 
 impl Edit for StartReason {
@@ -180,6 +184,9 @@ impl Edit for StartReason {
             let annotations = spec.entry("annotations").or_insert_with(|| json!({}));
             if let Some(annotations) = annotations.as_object_mut() {
                 annotations.insert(WITHOUT.into(), json!(self.why));
+                if let Some(kept) = self.kept {
+                    annotations.insert(NOT_RESTORED.into(), json!(kept.to_string()));
+                }
             }
         }
         Ok(())
@@ -260,7 +267,7 @@ fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
 fn for_one(spec: &Spec) -> Option<&str> {
     let name = IN_POD.iter().find_map(|key| spec.annotation(key))?;
     let key = format!("{ANNOTATION}.{name}");
-    let reserved = [OTHERWISE, WITHOUT].contains(&key.as_str());
+    let reserved = [OTHERWISE, WITHOUT, NOT_RESTORED].contains(&key.as_str());
     spec.annotation(&key).filter(|_| !reserved)
 }
 
@@ -304,7 +311,10 @@ mod tests {
         let edit = |text: &str| {
             std::fs::write(&path, text).unwrap();
             let spec = Spec::of_bundle(dir.path()).unwrap();
-            let edits = vec![Box::new(StartReason { why: "gone".into() }) as Box<dyn Edit>];
+            let edits = vec![Box::new(StartReason {
+                why: "gone".into(),
+                kept: Some(7),
+            }) as Box<dyn Edit>];
             edit_new(&Config::default(), dir.path(), &spec, edits)
         };
         let now = || std::fs::read_to_string(&path).unwrap();
@@ -315,6 +325,8 @@ mod tests {
         let taken = text("off");
         let edited = edit(&taken).unwrap();
         assert!(now().contains("UV_USE_IO_URING=0") && now().contains(WITHOUT));
+        let edited_spec = Spec::of_bundle(dir.path()).unwrap();
+        assert_eq!(edited_spec.annotation(NOT_RESTORED), Some("7"));
         drop(edited);
         assert_eq!(now(), taken, "the low-level runtime could not be started");
     }

@@ -252,7 +252,20 @@ impl Completion<'_> {
     fn vram_written(&mut self, limit: Duration) -> Result<bool, String> {
         self.metadata.gpu.plugin_report = plugin_report(&self.request.images);
         self.metadata.timings.pause_us = criu_setup::pause(self.op);
-        vram::note(self.op, limit, self.since, self.metadata)
+        let until = Instant::now() + limit;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let slice = left.min(LOOK);
+            if vram::note(self.op, slice, self.since, self.metadata)? {
+                return Ok(true);
+            }
+            if self.signals.interrupted() {
+                return Err(INTERRUPTED.into());
+            }
+            if left <= slice {
+                return Ok(false);
+            }
+        }
     }
 
     fn commit(&mut self) -> Result<(), String> {
@@ -290,7 +303,7 @@ impl Completion<'_> {
         };
         let Some(finished) = pages::pack(&self.request.images, config, left, look) else {
             return Err(if interrupted.get() {
-                "interrupted while the GPU memory was written".into()
+                INTERRUPTED.into()
             } else {
                 NOT_IN_TIME.into()
             });
@@ -342,6 +355,9 @@ fn ended_since(before: &[(i32, u64)], host: &Host, init: i32) -> Option<i32> {
 const STOPPED_STAGE: &str = "network-lock";
 /// CRIU's stage at which the images are complete, and the container still exists.
 const LAST_STAGE: &str = "post-dump";
+const INTERRUPTED: &str = "interrupted while the GPU memory was written";
+/// How often it looks meanwhile whether it is interrupted.
+const LOOK: Duration = Duration::from_millis(500);
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
 
 /// Files that are written to the disk at once: one write of the file system's journal serves many.

@@ -38,6 +38,7 @@ use nix::unistd::Pid;
 use crate::config::restore::Asker;
 use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
+use crate::create_from::NOT_RESTORED;
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
@@ -82,6 +83,8 @@ struct PlacedRequest<'a> {
     many: bool,
     /// How many checkpoints of the name stay; `None`: all.
     keep: Option<usize>,
+    /// It started without the checkpoints up to this number, which it must not supersede.
+    kept: u64,
     /// It took the lease of the name when it was made.
     had_lease: bool,
 }
@@ -133,6 +136,9 @@ impl<'a> PlacedRequest<'a> {
             place,
             name: place::name(spec, id)?,
             keep: prune::keep(spec)?,
+            kept: spec
+                .annotation(NOT_RESTORED)
+                .map_or(0, |number| number.parse().unwrap_or(u64::MAX)),
             many: lease::limit(spec)?.is_none(),
             had_lease: lease::note_of(id.as_ref()).is_some_and(|note| note.exists()),
             // The rest is the process's own, should the checkpoint fail.
@@ -169,7 +175,7 @@ impl PlacedRequest<'_> {
         if let Err(e) = integrity::list(&ctx.config, checkpoint) {
             tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
         }
-        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep)) {
+        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep, self.kept)) {
             tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
         }
     }

@@ -83,6 +83,16 @@ impl Newest {
             .map_err(refused)
     }
 
+    /// Returns the number of the newest checkpoint.
+    pub fn number(&self) -> Option<u64> {
+        self.checkpoints
+            .first()?
+            .file_name()?
+            .to_str()?
+            .parse()
+            .ok()
+    }
+
     /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. Without the note
     /// others wait for the lease's time limit.
     pub fn note(&self, id: &str) -> Option<Child> {
@@ -127,7 +137,7 @@ impl Newest {
             };
             let aside = self.place.set_aside(path);
             tracing::warn!(
-                "{}: the newest checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
+                "{}: a checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
                 path.display(),
                 self.name,
                 aside.display()

@@ -370,7 +370,7 @@ fn make_locked(path: &Path, text: &[u8]) -> io::Result<Option<File>> {
     }
 }
 
-/// A checkpoint that is being written. It is removed unless it becomes complete.
+/// A checkpoint that is being written. It is removed unless it is complete.
 #[derive(Debug)]
 pub struct PartialCheckpoint {
     path: PathBuf,
@@ -387,16 +387,19 @@ impl PartialCheckpoint {
     /// Gives the checkpoint its name. Its metadata are there, so it is complete: after an error the next host to look
     /// does this.
     pub fn complete(self) -> PathBuf {
-        let this = std::mem::ManuallyDrop::new(self);
-        let _ = fs::remove_file(this.path.join(WRITER));
-        let renamed = fs::rename(&this.path, &this.to);
-        let directory = this.to.parent().unwrap_or(Path::new("/"));
+        std::mem::ManuallyDrop::new(self).name()
+    }
+
+    fn name(&self) -> PathBuf {
+        let _ = fs::remove_file(self.path.join(WRITER));
+        let renamed = fs::rename(&self.path, &self.to);
+        let directory = self.to.parent().unwrap_or(Path::new("/"));
         let synced = renamed.and_then(|()| File::open(directory)?.sync_all());
         match synced {
-            Ok(()) => this.to.clone(),
+            Ok(()) => self.to.clone(),
             Err(e) => {
-                tracing::warn!("{}: {e}", this.to.display());
-                this.path.clone()
+                tracing::warn!("{}: {e}", self.to.display());
+                self.path.clone()
             }
         }
     }
@@ -404,6 +407,11 @@ impl PartialCheckpoint {
 
 impl Drop for PartialCheckpoint {
     fn drop(&mut self) {
+        // The container was lost after its checkpoint: nothing else is left of it.
+        if self.path.join(names::METADATA).exists() {
+            tracing::warn!("{}: kept, as it is complete", self.name().display());
+            return;
+        }
         if let Err(e) = fs::remove_dir_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());
         }

@@ -150,6 +150,12 @@ impl Signals {
         self.was_interrupted.load(Ordering::Relaxed)
     }
 
+    /// Forgets an interrupt: the next operation is not interrupted.
+    pub fn answered(&self) {
+        while self.next().is_some() {}
+        self.was_interrupted.store(false, Ordering::Relaxed);
+    }
+
     fn next(&self) -> Option<Signal> {
         let info = self.fd.read_signal().ok()??;
         let signal = Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()?;

@@ -45,6 +45,25 @@ check 'it goes on where the stop was' test "$(printed c1 | sed 1,"$printed"d | g
 podman rm -f -t 0 c1 > /dev/null
 check 'nothing is left' wait_for nothing_left
 
+# ---- one that starts without its checkpoint ----
+old=$(newest job)
+pod run -d --name other --cap-drop KILL "${every[@]}" --network none localhost/busybox "${counter[@]}" > /tmp/said 2>&1
+wait_for further job $((10#$old + 3))
+check 'its own do not supersede those that it did not restore' test -d "$place/job/$old"
+check 'but one another' test "$(find $place/job -name '0*' -newer "$place/job/$old" | wc -l)" -le 3
+podman rm -f -t 0 other > /dev/null
+
+# ---- TERM, and the container goes on ----
+mapfile -t every < <(to $place stays)
+pod run -d --name stays "${every[@]}" --network none localhost/busybox sh -c 'trap "echo TERM" TERM; while sleep 0.1; do :; done' > /tmp/said 2>&1
+wait_for further stays 0
+podman kill -s TERM stays > /dev/null
+wait_for sh -c 'podman logs stays 2>&1 | grep -q TERM'
+old=$(newest stays)
+check 'it is checkpointed again' wait_for further stays $((10#$old + 1))
+podman rm -f -t 0 stays > /dev/null
+check 'nothing is left' wait_for nothing_left
+
 # ---- a checkpoint that fails ----
 mount -t tmpfs -o size=64k,mode=700 full /srv/full
 mapfile -t every < <(to /srv/full full)

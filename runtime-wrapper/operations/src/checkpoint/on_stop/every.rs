@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ use crate::config::tenant::{Tenant, holds_pod};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::LeaseHolder;
-use crate::images::place::{seconds, setting};
+use crate::images::place::{Place, seconds, setting};
 use crate::request::argv::{self, Invocation};
 use crate::request::context::Context;
 use crate::request::state::{self, ContainerState};
@@ -35,8 +35,10 @@ pub const NAME: &str = "cryopod-every";
 /// The file in the low-level runtime's directory of the container that this program locks. It has its process id.
 pub(super) const LOCK: &str = "cryopod-every";
 const LOOK: Duration = Duration::from_millis(200);
-/// The low-level runtime may take so long to make the container.
-const MAKING: Duration = Duration::from_secs(120);
+/// Names the process that makes the container, or becomes the low-level runtime that does.
+const MAKER: &str = "CRYOPOD_MAKER";
+/// A container that handles TERM, and still runs after this time or a period, is checkpointed again.
+const STOPPING: Duration = Duration::from_secs(5);
 /// After failures the time between two tries grows to so many periods.
 const MAX_PERIODS: u32 = 64;
 
@@ -52,6 +54,7 @@ pub(super) fn period(spec: &Spec) -> Result<Option<Duration>, String> {
 pub(super) fn start(ctx: &Context) -> io::Result<()> {
     let mut command = child::detached(NAME);
     command.args(&ctx.args);
+    command.env(MAKER, std::process::id().to_string());
     // CRIU is searched there.
     command.env("PATH", SystemTools::from_env().search());
     command.spawn().map(drop)
@@ -91,7 +94,17 @@ fn lock(directory: &Path) -> io::Result<Flock<File>> {
     let mut options = File::options();
     let options = options.read(true).write(true).create(true).truncate(false);
     let file = options.open(directory.join(LOCK))?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e.into())
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?;
+    // A dead process's id may be a stranger's by now.
+    lock.set_len(0)?;
+    Ok(lock)
+}
+
+/// Locks as the process that [`interrupt`] finds.
+fn attended(directory: &Path) -> io::Result<Flock<File>> {
+    let mut lock = lock(directory)?;
+    writeln!(lock, "{}", std::process::id())?;
+    Ok(lock)
 }
 
 /// Runs the process.
@@ -102,7 +115,10 @@ pub fn main(ctx: &Context) -> ExitCode {
     };
     program::prefer_over_host(&ctx.config);
     match attend(ctx, &inv) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => {
+            tracing::info!("{}: no longer checkpointed while it runs", inv.id);
+            ExitCode::SUCCESS
+        }
         Err(e) => {
             tracing::error!("{}: no checkpoints while it runs: {e}", inv.id);
             ExitCode::FAILURE
@@ -110,54 +126,139 @@ pub fn main(ctx: &Context) -> ExitCode {
     }
 }
 
-/// Checkpoints the container until it is gone, or a stop interrupts this.
+/// Checkpoints the container until it is gone.
 fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let signals = Signals::watch()?;
     let period = period(&Spec::of_bundle(&inv.bundle())?).map_err(Error::Failed)?;
     // A process must not keep a bundle's file system mounted.
     std::env::set_current_dir("/").map_err(Error::io("/"))?;
     let Some(period) = period else { return Ok(()) };
+    let maker = std::env::var(MAKER).ok().and_then(|id| id.parse().ok());
+    let is_made = || maker != Some(std::os::unix::process::parent_id());
     let directory = state::directory(ctx, inv);
-    let since = Instant::now();
-    while !directory.exists() {
-        if signals.interrupted() || since.elapsed() > MAKING {
+    // A restore that fails is followed by another, or by a container without a checkpoint.
+    loop {
+        let made = is_made();
+        if directory.exists() {
+            Attendance::begin(ctx, inv, &signals, &directory)?.attend(period);
+            if is_made() {
+                return Ok(());
+            }
+        } else if made || signals.interrupted() {
             return Ok(());
         }
         std::thread::sleep(LOOK);
     }
-    let mut lock = lock(&directory).map_err(Error::io(LOCK))?;
-    lock.set_len(0)
-        .and_then(|()| writeln!(lock, "{}", std::process::id()))
-        .map_err(Error::io(LOCK))?;
-    let tools = SystemTools::from_env();
-    let mut wait = period;
-    let mut due = Instant::now() + period;
-    loop {
-        std::thread::sleep(LOOK);
-        // A later container of this id has a directory of its own.
-        if signals.interrupted() || lock.metadata().map_or(0, |m| m.nlink()) == 0 {
-            return Ok(());
-        }
-        if Instant::now() < due {
-            continue;
-        }
-        let started = Instant::now();
-        if let Some(state) = ContainerState::ask(ctx, inv, &tools)
-            && !state.paused
-            && !state.created
-        {
-            let done = || checkpoint(ctx, inv, &state, &signals);
-            match metrics::measured("checkpoint", done, |()| true) {
+}
+
+/// The checkpoints of one container while it exists.
+struct Attendance<'a> {
+    ctx: &'a Context,
+    inv: &'a Invocation,
+    signals: &'a Signals,
+    directory: &'a Path,
+    /// None while another process has the container.
+    lock: Option<Flock<File>>,
+    /// A later container of this id has a directory of its own.
+    inode: u64,
+}
+
+impl<'a> Attendance<'a> {
+    fn begin(
+        ctx: &'a Context,
+        inv: &'a Invocation,
+        signals: &'a Signals,
+        directory: &'a Path,
+    ) -> Result<Self, Error> {
+        let lock = attended(directory).map_err(Error::io(LOCK))?;
+        let inode = lock.metadata().map_err(Error::io(LOCK))?.ino();
+        Ok(Self {
+            ctx,
+            inv,
+            signals,
+            directory,
+            lock: Some(lock),
+            inode,
+        })
+    }
+
+    fn exists(&self) -> bool {
+        let lock = self.directory.join(LOCK).symlink_metadata();
+        lock.is_ok_and(|lock| lock.ino() == self.inode)
+    }
+
+    /// Checkpoints the container until it is gone, or has ended after an interrupt.
+    fn attend(mut self, period: Duration) {
+        let mut wait = period;
+        let mut due = Instant::now() + period;
+        while self.exists() {
+            std::thread::sleep(LOOK);
+            if self.signals.interrupted() {
+                if !self.outlives_its_stop(period) {
+                    return;
+                }
+                due = Instant::now() + period;
+            }
+            if Instant::now() < due || !self.lock() {
+                continue;
+            }
+            let started = Instant::now();
+            match self.checkpoint() {
                 Ok(()) => wait = period,
                 Err(e) => {
-                    tracing::warn!("{}: no checkpoint while it runs: {e}", inv.id);
+                    tracing::warn!("{}: no checkpoint while it runs: {e}", self.inv.id);
                     // Each try stops the container for a moment.
                     wait = (wait * 2).min(period * MAX_PERIODS);
                 }
             }
+            // At most half of the time.
+            due = started + wait.max(started.elapsed() * 2);
         }
-        // At most half of the time.
-        due = started + wait.max(started.elapsed() * 2);
+    }
+
+    /// Takes the lock again, unless a stop has it.
+    fn lock(&mut self) -> bool {
+        if self.lock.is_none() && self.exists() {
+            self.lock = attended(self.directory).ok();
+        }
+        self.lock.is_some()
+    }
+
+    /// Leaves the container to whoever stops it. Returns true if it is there after a period: it has handled the TERM.
+    fn outlives_its_stop(&mut self, period: Duration) -> bool {
+        self.lock = None;
+        self.signals.answered();
+        let until = Instant::now() + period.max(STOPPING);
+        while Instant::now() < until {
+            std::thread::sleep(STOPPING / 5);
+            if !self.exists() || self.state().is_none() {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn state(&self) -> Option<ContainerState> {
+        ContainerState::ask(self.ctx, self.inv, &SystemTools::from_env())
+    }
+
+    fn checkpoint(&mut self) -> Result<(), Error> {
+        let state = self.state();
+        let Some(state) = state.filter(|state| !state.paused && !state.created) else {
+            return Ok(());
+        };
+        let (ctx, inv) = (self.ctx, self.inv);
+        let spec = state.spec(ctx, inv);
+        let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
+        let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant);
+        let asked = asked.map_err(Error::Failed)?;
+        let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
+        let done = || checkpoint(ctx, inv, &state, &asked, self.signals);
+        let (place, named) = metrics::measured("checkpoint", done, |_| true)?;
+        // A stop does not wait for this.
+        self.lock = None;
+        asked.completed(ctx, &place, &named);
+        Ok(())
     }
 }
 
@@ -166,12 +267,9 @@ fn checkpoint(
     ctx: &Context,
     inv: &Invocation,
     state: &ContainerState,
+    asked: &PlacedRequest<'_>,
     signals: &Signals,
-) -> Result<(), Error> {
-    let spec = state.spec(ctx, inv);
-    let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
-    let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
-    let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
+) -> Result<(Place, PathBuf), Error> {
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
     let (place, partial) = asked.begin(&me)?;
     let config = config_of_place(&ctx.config);
@@ -180,8 +278,7 @@ fn checkpoint(
     into_place(&own_ctx, &own_inv, state, own)?;
     let named = partial.complete();
     tracing::info!("{}: checkpointed into {}", inv.id, named.display());
-    asked.completed(ctx, &place, &named);
-    Ok(())
+    Ok((place, named))
 }
 
 #[cfg(test)]

@@ -58,14 +58,15 @@ pub fn hold(checkpoint: &Path) -> Result<Option<Flock<File>>, String> {
 }
 
 impl Place {
-    /// Removes all but the newest checkpoints of the name. One that is being restored stays, and one that another in the
-    /// place builds upon.
+    /// Removes all but the newest checkpoints of the name. One that is being restored stays, one that another in the place
+    /// builds upon, and all up to the number `kept`.
     ///
     /// # Errors
     /// What cannot be read or removed. Each checkpoint that is left is whole.
-    pub fn prune(&self, keep: usize) -> io::Result<()> {
+    pub fn prune(&self, keep: usize, kept: u64) -> io::Result<()> {
         self.sweep_removed()?;
         let mut old = self.numbers("")?;
+        old.retain(|number| *number > kept);
         old.truncate(old.len().saturating_sub(keep));
         if old.is_empty() {
             return Ok(());
@@ -205,9 +206,11 @@ mod tests {
         let (_dir, place) = place(&[(1, None), (2, None), (3, None), (10, None)]);
         fs::create_dir(place.directory.join(".removed-000000")).unwrap();
         place.begin().unwrap().complete();
-        place.prune(3).unwrap();
+        place.prune(3, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [3, 10, 11]);
-        place.prune(3).unwrap();
+        place.prune(1, 10).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [3, 10, 11], "not restored");
+        place.prune(3, 0).unwrap();
         assert_eq!(fs::read_dir(&place.directory).unwrap().count(), 3);
     }
 
@@ -216,16 +219,16 @@ mod tests {
         let (dir, place) = place(&[(1, None), (2, Some(1)), (3, None), (4, Some(2)), (5, None)]);
         let directory = dir.path().canonicalize().unwrap().join("c2");
         make(&Place { directory }, 9, Some(3));
-        place.prune(2).unwrap();
+        place.prune(2, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
         fs::remove_dir_all(dir.path().join("c2")).unwrap();
-        place.prune(2).unwrap();
+        place.prune(2, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 4, 5]);
-        place.prune(1).unwrap();
+        place.prune(1, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5]);
         fs::remove_file(place.complete(5).join(names::METADATA)).unwrap();
         make(&place, 6, None);
-        place.prune(1).unwrap();
+        place.prune(1, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5, 6], "not cryopod's");
     }
 
@@ -234,7 +237,7 @@ mod tests {
         let (_dir, place) = place(&[(1, None), (2, None), (3, None)]);
         let held = hold(&place.complete(2)).unwrap();
         assert!(held.is_some());
-        place.prune(1).unwrap();
+        place.prune(1, 0).unwrap();
         assert_eq!(place.numbers("").unwrap(), [2, 3]);
         drop(held);
         let removing = lock_file(&place.complete(2).join(names::METADATA)).unwrap();
