@@ -30,6 +30,7 @@ use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
+use crate::images::place::prune::NOT_RESTORED;
 use crate::images::place::{self, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
@@ -50,8 +51,6 @@ pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 const OTHERWISE: &str = "dev.cryopod.restore.otherwise";
 /// Tells in the container's annotations why it started without its checkpoint.
 const WITHOUT: &str = "dev.cryopod.restore.failed";
-/// Tells there the number of the newest checkpoint of its name, which its own must not supersede.
-pub const NOT_RESTORED: &str = "dev.cryopod.restore.kept";
 const TCP_ESTABLISHED: &str = "dev.cryopod.criu.tcp-established";
 
 /// The annotations by which containerd and CRI-O tell the name of a container in its pod.
@@ -219,7 +218,7 @@ fn restored(
     let wait = inv.verb == Verb::Create;
     let hooks = NewHooks::of(ctx, &inv.id, inv.bundle(), spec)?;
     let new = NewContainer::of(spec, wait, hooks);
-    let code = restore::run_new(&restoring, &inv_of_restore, &new)?;
+    let (code, _guarded) = restore::run_new(&restoring, &inv_of_restore, &new)?;
     if wait {
         waiting::begin(&restoring, &inv_of_restore)?;
     } else if inv.flags.has("detach") {

@@ -44,7 +44,7 @@ use request::argv::{self, Invocation, Verb};
 use request::context::Context;
 use request::lowlevel::{LowLevel, RuntimeKind};
 use request::{passthrough, state};
-use restore::{hook, private_root};
+use restore::{GuardedBundle, hook, private_root};
 use run::{action_script, log, metrics, operation};
 
 /// Runs the whole program. Returns only if it did not become the low-level runtime.
@@ -62,6 +62,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     let attendants = [
         (on_stop::NAME, on_stop::main as fn(&Context) -> ExitCode),
         (every::NAME, every::main),
+        (GuardedBundle::GUARD, GuardedBundle::guard),
     ];
     let attendant = attendants
         .into_iter()

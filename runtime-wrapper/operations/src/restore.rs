@@ -30,13 +30,19 @@ mod run;
 mod searchable;
 mod volume_files;
 
-use std::io;
-use std::process::ExitCode;
+use std::fs::File;
+use std::io::{self, PipeWriter, Read, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::{Child, ExitCode};
+use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::mapping::gpumap;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
+use nix::fcntl::Flock;
 use serde_json::Value;
 
 use self::open::{OpenError, OpenedCheckpoint};
@@ -44,16 +50,16 @@ use crate::bundle::{Edit, hold};
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::Request;
-use crate::request::argv::Invocation;
+use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state;
 use crate::restore::link_remaps::LinkRemaps;
 use crate::restore::new_container::NewContainer;
 use crate::run::application::{self, Moment};
-use crate::run::child::Signals;
-use crate::run::mount_namespace;
-use crate::run::operation::Operation;
+use crate::run::child::{self, Signals};
+use crate::run::operation::{self, Operation};
+use crate::run::{log, mount_namespace};
 use crate::vram::preload;
 
 /// Restores a container. Execs the low-level runtime, which says what it lacks, where there are no images.
@@ -67,7 +73,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         Err(OpenError::NoImages(_)) => return Err(without_images(ctx, inv)),
         opened => opened?,
     };
-    let code = restore(ctx, inv, checkpoint, None)?;
+    let (code, _guarded) = restore(ctx, inv, checkpoint, None)?;
     if inv.flags.has("detach") {
         application::notify(ctx, inv, &spec, Moment::AfterRestore);
     }
@@ -78,7 +84,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 ///
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
-pub fn run_new(ctx: &Context, inv: &Invocation, new: &NewContainer) -> Result<ExitCode, Error> {
+pub fn run_new(
+    ctx: &Context,
+    inv: &Invocation,
+    new: &NewContainer,
+) -> Result<(ExitCode, GuardedBundle), Error> {
     restore(ctx, inv, open::open(ctx, inv)?, Some(new))
 }
 
@@ -87,15 +97,8 @@ fn restore(
     inv: &Invocation,
     checkpoint: OpenedCheckpoint,
     new: Option<&NewContainer>,
-) -> Result<ExitCode, Error> {
-    let bundle = inv.bundle();
-    let _held = hold(&bundle, || {
-        format!(
-            "restore of {} refused: another restore into {} is under way",
-            inv.id,
-            bundle.display()
-        )
-    })?;
+) -> Result<(ExitCode, GuardedBundle), Error> {
+    let guarded = GuardedBundle::of(ctx, inv)?;
     let host = Host::system();
     let on_disk = Spec::of_bundle(&inv.bundle())?;
     let mut edits = preload::edits_of_restore(&checkpoint.images)?;
@@ -131,7 +134,83 @@ fn restore(
         // crun keeps the state of a failed restore, and a failed `create` leaves nothing.
         state::remove(ctx, inv, &request.tools);
     }
-    result
+    result.map(|code| (code, guarded))
+}
+
+/// A bundle that is locked while a container is restored into it. A process of its own removes the container if this one is
+/// killed: an engine's monitor (conmon) would wait for what the container prints, and never report the failure. That process
+/// has the lock, too, so that no other restore begins before.
+pub struct GuardedBundle {
+    guard: Option<(PipeWriter, Child)>,
+    _lock: Option<Flock<File>>,
+}
+
+impl GuardedBundle {
+    /// The name under which this program removes the container.
+    pub const GUARD: &str = "cryopod-guard";
+    /// A container is removed within this time.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn of(ctx: &Context, inv: &Invocation) -> Result<Self, Error> {
+        let bundle = inv.bundle();
+        let until = Instant::now() + Self::PATIENCE;
+        let refused = || {
+            format!(
+                "restore of {} refused: another restore into {} is under way",
+                inv.id,
+                bundle.display()
+            )
+        };
+        let lock = loop {
+            match hold(&bundle, refused) {
+                Err(e) if Instant::now() > until => return Err(e),
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+                Ok(lock) => break lock,
+            }
+        };
+        let outlives = inv.verb == Verb::Create || inv.flags.has("detach");
+        // One of this name is not this process's.
+        let is_free = !state::directory(ctx, inv).exists();
+        let lock_of_guard = lock.as_ref().filter(|_| outlives && is_free);
+        let warn = |e: &io::Error| tracing::warn!("{}: {e}", Self::GUARD);
+        let guard = lock_of_guard.and_then(|lock| start_guard(ctx, lock).inspect_err(warn).ok());
+        Ok(Self { guard, _lock: lock })
+    }
+
+    /// Runs the process.
+    pub fn guard(ctx: &Context) -> ExitCode {
+        // A byte, or the end of whoever would have written it.
+        if !matches!(io::stdin().read(&mut [0]), Ok(0)) {
+            return ExitCode::SUCCESS;
+        }
+        log::init_at(Path::new(log::DETACHED));
+        operation::sweep_dead();
+        if let Some(inv) = argv::decode(ctx.low.kind, &ctx.args)
+            && state::directory(ctx, &inv).exists()
+        {
+            tracing::warn!("{}: its restore was killed; it is removed", inv.id);
+            state::remove(ctx, &inv, &SystemTools::from_env());
+        }
+        ExitCode::SUCCESS
+    }
+}
+
+impl Drop for GuardedBundle {
+    fn drop(&mut self) {
+        if let Some((mut done, mut guard)) = self.guard.take() {
+            let _ = done.write_all(b".");
+            // It has the lock.
+            let _ = guard.wait();
+        }
+    }
+}
+
+fn start_guard(ctx: &Context, lock: &Flock<File>) -> io::Result<(PipeWriter, Child)> {
+    let (reader, done) = io::pipe()?;
+    let mut command = child::detached(GuardedBundle::GUARD);
+    let lock = lock.as_fd().try_clone_to_owned()?;
+    command.args(&ctx.args).stdin(reader).stdout(lock);
+    Ok((done, command.spawn()?))
 }
 
 /// Removes the container's own GPU map, where root has given `cryopod import` another one.

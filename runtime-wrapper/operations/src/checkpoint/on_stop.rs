@@ -38,7 +38,6 @@ use nix::unistd::Pid;
 use crate::config::restore::Asker;
 use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
-use crate::create_from::NOT_RESTORED;
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
@@ -136,9 +135,7 @@ impl<'a> PlacedRequest<'a> {
             place,
             name: place::name(spec, id)?,
             keep: prune::keep(spec)?,
-            kept: spec
-                .annotation(NOT_RESTORED)
-                .map_or(0, |number| number.parse().unwrap_or(u64::MAX)),
+            kept: prune::not_restored(spec),
             many: lease::limit(spec)?.is_none(),
             had_lease: lease::note_of(id.as_ref()).is_some_and(|note| note.exists()),
             // The rest is the process's own, should the checkpoint fail.

@@ -15,7 +15,7 @@ numbers() { printed "$1" 2> /dev/null | grep '^[0-9]'; }
 running() { "$low" list | grep -c ' running ' || true; }
 reached() { local n && n=$(numbers "$1" | tail -n 1) && [ "${n:--1}" -ge "$2" ]; } # NAME N
 newest() { { find /srv/place/job -maxdepth 1 -name '0*' 2> /dev/null || true; } | sort | tail -n 1; }
-quiet() { ! pgrep -f '^cryopod-(on-stop|lease) ' > /dev/null && ! pgrep -x 'criu|crun|runc|cryopod-runtime' > /dev/null; }
+quiet() { ! pgrep -f '^cryopod-(on-stop|lease|guard) ' > /dev/null && ! pgrep -x 'criu|crun|runc|cryopod-runtime' > /dev/null; }
 none_left() { podman rm -f -t 0 --all > /dev/null 2>&1 && [ -z "$("$low" list -q)" ] && quiet && [ -z "$(ls -A /run/cryopod)" ]; }
 later() { # COMMAND...: does something at a random moment of the next 700 ms
     local wait=0.$((RANDOM % 7))$((RANDOM % 10))
@@ -34,12 +34,13 @@ floor=$(($(numbers first | tail -n 1) + 1))
 wait_for none_left
 while [ $((round += 1)) -le "$rounds" ]; do
     # A start: `floor` is the number at which the newest checkpoint goes on, at least.
-    fault=$(any none two criu low lease)
+    fault=$(any none two criu low wrapper lease)
     echo "$round start $fault" >> /tmp/faults
     case $fault in
         two) begin b & ;;
         criu) later kill_all -x criu ;;
         low) later kill_all -x "$low" ;;
+        wrapper) later kill_all -x cryopod-runtime ;;
         lease) touch -d "$(any '1 day ago' '1 day')" /srv/place/job/lease-* ;; # a clock that jumps
     esac
     begin a || true

@@ -15,6 +15,8 @@ use super::{Place, lock_file, setting};
 
 /// How many checkpoints of a name stay, the new one with them; or `all`.
 pub const KEEP: &str = "dev.cryopod.checkpoint.keep";
+/// The number of the newest checkpoint that a container was to be restored from and was not. Its own must not supersede it.
+pub const NOT_RESTORED: &str = "dev.cryopod.restore.kept";
 const DEFAULT: usize = 2;
 const MAX: usize = 1000;
 /// Stands before the number of a checkpoint that is being removed.
@@ -32,6 +34,12 @@ pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
             number.map(Some).ok_or_else(wrong)
         }
     }
+}
+
+/// Returns the number up to which all checkpoints stay.
+pub fn not_restored(spec: &Spec) -> u64 {
+    let number = spec.annotation(NOT_RESTORED);
+    number.map_or(0, |number| number.parse().unwrap_or(u64::MAX))
 }
 
 /// Locks a checkpoint against its removal while it is restored.
