@@ -18,6 +18,7 @@ pub enum Args {
     Pull(pull::Args),
 }
 
+/// Runs `cryopod cache`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match args {
         Args::Ls(args) => ls::run(args),

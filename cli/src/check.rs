@@ -108,6 +108,7 @@ struct CheckReport<'a> {
     checks: &'a [ReportLine],
 }
 
+/// Runs `cryopod check`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.path {
         return archive::run(&archive::ArchiveQuestion {

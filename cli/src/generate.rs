@@ -14,6 +14,7 @@ pub struct Args {
     directory: PathBuf,
 }
 
+/// Runs `cryopod generate`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let directory = &args.directory;
     let mut command = crate::Cli::command();

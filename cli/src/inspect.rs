@@ -29,6 +29,7 @@ pub struct Args {
     map: Option<Wish>,
 }
 
+/// Runs `cryopod inspect`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let place = ArchivePlace::parse(&args.source);
     // The driver and the host's files are out of the decoder's reach.

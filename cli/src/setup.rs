@@ -219,6 +219,7 @@ fn own(tools: &dyn Tools, name: &str) -> anyhow::Result<PathBuf> {
         })
 }
 
+/// Runs `cryopod setup`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let target = args.engine;
     if !args.dry_run && !nix::unistd::geteuid().is_root() {

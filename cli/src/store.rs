@@ -18,6 +18,7 @@ pub enum Args {
     Prune(prune::Args),
 }
 
+/// Runs `cryopod store`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match args {
         Args::Ls(args) => ls::run(args),

@@ -9,6 +9,7 @@
 //! those over files too, unless what the child is given is another user's, or closed to its owner.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -67,10 +68,10 @@ pub enum SandboxError {
 
 impl Sandbox {
     /// Does the work in a child and returns its result.
-    pub fn run(
+    pub fn run<E: Display>(
         &self,
         limit: Duration,
-        work: impl FnOnce() -> Result<Vec<u8>, String>,
+        work: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<Vec<u8>, SandboxError> {
         self.start(work)?.finish(limit)
     }
@@ -81,18 +82,18 @@ impl Sandbox {
     ///
     /// The child has one thread. A lock that another thread of this process holds is never released in it, so start it
     /// before there are others, or let the work take no lock but the allocator's, which the C library releases.
-    pub fn start(
+    pub fn start<E: Display>(
         &self,
-        work: impl FnOnce() -> Result<Vec<u8>, String>,
+        work: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<Worker, SandboxError> {
         self.start_with(&[], work)
     }
 
     /// [`Self::start`], with more descriptors.
-    pub fn start_with(
+    pub fn start_with<E: Display>(
         &self,
         keep: &[i32],
-        work: impl FnOnce() -> Result<Vec<u8>, String>,
+        work: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<Worker, SandboxError> {
         let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)
             .map_err(|e| SandboxError::Confine(e.into()))?;
@@ -110,12 +111,12 @@ impl Sandbox {
     }
 
     /// What the child does.
-    fn child(
+    fn child<E: Display>(
         &self,
         parent: u32,
         write: OwnedFd,
         keep: &[i32],
-        work: impl FnOnce() -> Result<Vec<u8>, String>,
+        work: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> ! {
         // Nothing here may unwind into the copy of the caller's stack.
         let _ = catch_unwind(AssertUnwindSafe(|| {
@@ -125,7 +126,7 @@ impl Sandbox {
             }
             close_others(&[&[write.as_raw_fd()], keep].concat());
             let done = match self.confine() {
-                Ok(()) => work(),
+                Ok(()) => work().map_err(|e| e.to_string()),
                 Err(e) => Err(format!("the process that decodes cannot be confined: {e}")),
             };
             let _ = io::stdout().flush();

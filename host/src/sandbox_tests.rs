@@ -18,7 +18,7 @@ fn errors(calls: &[Call]) -> Vec<(String, i32)> {
             let error = error.filter(|_| done == -1).unwrap_or_default();
             format!("{name} {error}\n")
         };
-        Ok(calls.iter().map(error).collect::<String>().into_bytes())
+        Ok::<_, String>(calls.iter().map(error).collect::<String>().into_bytes())
     });
     let text = String::from_utf8(text.unwrap()).unwrap();
     let pair = |line: &str| {
@@ -112,7 +112,7 @@ fn files_are_those_that_it_was_given() {
             kind(fs::write("/proc/self/comm", "x")),
             kind(fs::rename(path("write/new"), path("other/new"))),
         ];
-        Ok(said.join(",").into_bytes())
+        Ok::<_, String>(said.join(",").into_bytes())
     });
     let said = String::from_utf8(said.unwrap()).unwrap();
     let no = "permission denied";
@@ -137,7 +137,7 @@ fn it_has_no_capabilities_and_no_descriptors_of_others() {
         let status = fs::read_to_string("/proc/thread-self/status").map_err(|e| e.to_string())?;
         // SAFETY: numbers.
         let closed = unsafe { libc::fcntl(inherited, libc::F_GETFD) } == -1;
-        Ok(format!("{status}closed {closed}\n").into_bytes())
+        Ok::<_, String>(format!("{status}closed {closed}\n").into_bytes())
     });
     let said = String::from_utf8(said.unwrap()).unwrap();
     let value = |key: &str| {
@@ -179,7 +179,7 @@ fn another_users_files_are_within_reach_of_root() {
     let done = sandbox.run(LONG, || {
         let bytes = fs::read(from.join("file")).map_err(|e| e.to_string())?;
         fs::write(to.join("new"), &bytes).map_err(|e| e.to_string())?;
-        Ok(bytes)
+        Ok::<_, String>(bytes)
     });
     assert_eq!(done.unwrap(), b"theirs");
     // runc's own directory for images.
@@ -205,16 +205,20 @@ fn threads_results_and_errors() {
             let parts = [1u8, 2, 3].map(|n| scope.spawn(move || vec![n; 1 << 20]));
             parts.map(|p| p.join().unwrap_or_default())
         });
-        Ok(parts.concat())
+        Ok::<_, String>(parts.concat())
     });
     assert_eq!(large.unwrap().len(), 3 << 20);
     let failed = sandbox
-        .run(LONG, || Err("a.img: no image".into()))
+        .run(LONG, || Err::<Vec<u8>, _>("a.img: no image"))
         .unwrap_err();
     assert_eq!(failed.to_string(), "a.img: no image");
-    let died = sandbox.run(LONG, || std::process::abort()).unwrap_err();
+    let died = sandbox
+        .run::<String>(LONG, || std::process::abort())
+        .unwrap_err();
     assert!(died.to_string().contains("SIGABRT"), "{died}");
-    let panicked = sandbox.run(LONG, || panic!("in a decoder")).unwrap_err();
+    let panicked = sandbox
+        .run::<String>(LONG, || panic!("in a decoder"))
+        .unwrap_err();
     assert!(
         panicked.to_string().contains("without an answer"),
         "{panicked}"
@@ -226,7 +230,7 @@ fn what_hangs_is_killed() {
     let work = || loop {
         std::thread::sleep(Duration::from_secs(1));
     };
-    let worker = Sandbox::default().start(work).unwrap();
+    let worker = Sandbox::default().start::<String>(work).unwrap();
     let pid = worker.pid.unwrap();
     let hangs = worker.finish(Duration::from_millis(50)).unwrap_err();
     assert!(hangs.to_string().contains("took longer"), "{hangs}");
@@ -236,7 +240,7 @@ fn what_hangs_is_killed() {
 /// One that says all, closes its pipe and goes on, as a decoder may that a stranger has taken over.
 #[test]
 fn what_has_said_all_ends() {
-    let silent = Sandbox::default().run(LONG, || {
+    let silent = Sandbox::default().run::<String>(LONG, || {
         for fd in 3..1024 {
             // SAFETY: a number; the child uses none of them any more.
             unsafe { libc::close(fd) };

@@ -150,7 +150,7 @@ async fn push_blob(
         if let Ok(Ok(Err(reason))) = tokio::time::timeout(options.step_limit, reading).await {
             return Err(Error::Content {
                 image: source.path().display().to_string(),
-                reason,
+                reason: reason.to_string(),
             });
         }
     }
@@ -162,10 +162,10 @@ fn read_blob(
     mut reader: impl Read,
     wanted: &Digest,
     queue: &tokio::sync::mpsc::Sender<io::Result<Bytes>>,
-) -> Result<(), String> {
+) -> io::Result<()> {
     let fail = |reason: String| {
         let _ = queue.blocking_send(Err(io::Error::other(reason.clone())));
-        Err(reason)
+        Err(io::Error::other(reason))
     };
     let mut hash = Sha256::new();
     let mut last: Option<Bytes> = None;

@@ -301,7 +301,8 @@ impl RegistrySession {
                 self.no_access("it asks for a password, and the login is an identity token")
             );
         }
-        may_have(place, &self.registry, *origin).map_err(|reason| self.no_access(&reason))?;
+        may_have(place, &self.registry, *origin)
+            .map_err(|reason| self.no_access(&reason.to_string()))?;
         let header = HeaderValue::from_str(&credentials.basic());
         let mut header = header.map_err(|_| self.no_access("the credentials are no header"))?;
         header.set_sensitive(true);
@@ -321,7 +322,7 @@ impl RegistrySession {
             }
             if let Some((credentials, origin)) = identity {
                 may_have(&realm, &self.registry, *origin)
-                    .map_err(|reason| self.no_access(&reason))?;
+                    .map_err(|reason| self.no_access(&reason.to_string()))?;
                 query.append_pair("grant_type", "refresh_token");
                 query.append_pair("client_id", "cryopod");
                 query.append_pair("refresh_token", &credentials.password);
@@ -401,12 +402,21 @@ impl RegistrySession {
     }
 }
 
+/// Why credentials stay here.
+#[derive(Debug, thiserror::Error)]
+enum NotSent {
+    #[error("stored credentials are not sent to {host} without TLS; --creds sends them")]
+    Stored { host: String },
+    #[error("it sends the credentials to {host}, and not over TLS alone")]
+    Elsewhere { host: String },
+}
+
 /// Checks whether `place` may get the credentials for `registry`.
 ///
 /// Over TLS: the registry itself, and a realm that it names, as with docker and podman. Without TLS: only the registry
 /// itself, if it is on this host or the credentials are from the command line. Without TLS anybody on the network path
 /// could have named the realm.
-fn may_have(place: &Url, registry: &Url, origin: RegistryOrigin) -> Result<(), String> {
+fn may_have(place: &Url, registry: &Url, origin: RegistryOrigin) -> Result<(), NotSent> {
     let of = |url: &Url| {
         (
             url.host_str().map(str::to_owned),
@@ -425,10 +435,10 @@ fn may_have(place: &Url, registry: &Url, origin: RegistryOrigin) -> Result<(), S
     {
         return Ok(());
     }
-    Err(if itself {
-        format!("stored credentials are not sent to {host} without TLS; --creds sends them")
-    } else {
-        format!("it sends the credentials to {host}, and not over TLS alone")
+    let host = host.to_owned();
+    Err(match itself {
+        true => NotSent::Stored { host },
+        false => NotSent::Elsewhere { host },
     })
 }
 
@@ -488,7 +498,7 @@ mod tests {
             RegistryOrigin::Stored,
         )
         .unwrap_err();
-        assert!(said.contains("--creds"), "{said}");
+        assert!(matches!(said, NotSent::Stored { .. }), "{said}");
         assert!(may("http://r.example:5000/token", &plain, RegistryOrigin::Given).is_ok());
         assert!(may("http://127.0.0.1:5000/token", &here, RegistryOrigin::Stored).is_ok());
         assert!(may("http://127.0.0.1:6000/token", &here, RegistryOrigin::Stored).is_err());

@@ -16,6 +16,7 @@ pub struct Args {
     output: String,
 }
 
+/// Runs `cryopod metrics`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let path = metrics::path();
     let totals = metrics::read(&path).with_context(|| path.display().to_string())?;

@@ -215,6 +215,7 @@ fn last_step(log: &str) -> Option<String> {
     })
 }
 
+/// Runs `cryopod top`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let mut looks = Looks::default();

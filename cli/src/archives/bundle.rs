@@ -42,6 +42,7 @@ pub struct Args {
     how: PackMethod,
 }
 
+/// Runs `cryopod bundle`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let to = args.output.as_deref().map(destination).transpose()?;
     if let Some(to) = &to {

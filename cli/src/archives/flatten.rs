@@ -45,6 +45,7 @@ fn to_directory(source: &Source, output: &str) -> bool {
     matches!(source.kind(), Kind::Directory | Kind::CriuDirectory) && !archive
 }
 
+/// Runs `cryopod flatten`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     raise_open_files();
     let mut source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;

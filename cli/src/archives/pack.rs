@@ -296,6 +296,7 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
         .with_context(|| source.path().display().to_string())
 }
 
+/// Runs `cryopod pack`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let image = args.output.strip_prefix(REGISTRY);
     if let Some(image) = image {

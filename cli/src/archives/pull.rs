@@ -25,6 +25,7 @@ pub struct Args {
     registry: RegistryArgs,
 }
 
+/// Runs `cryopod pull`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match pack::destination(&args.output)? {
         Destination::Layout(dir) => pull(args, &dir)?,

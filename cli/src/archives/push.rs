@@ -21,6 +21,7 @@ pub struct Args {
     registry: RegistryArgs,
 }
 
+/// Runs `cryopod push`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     match source.image() {

@@ -26,6 +26,7 @@ pub struct Args {
     quiet: bool,
 }
 
+/// Runs `cryopod unpack`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = ArchivePlace::parse(&args.source).open(&confined::identities()?)?;
     let options = UnpackOptions {

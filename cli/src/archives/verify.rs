@@ -30,6 +30,7 @@ pub struct Args {
     quiet: bool,
 }
 
+/// Runs `cryopod verify`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     raise_open_files();
     let place = ArchivePlace::parse(&args.source);

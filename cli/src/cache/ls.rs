@@ -14,6 +14,7 @@ pub struct Args {
     json: bool,
 }
 
+/// Runs `cryopod cache ls`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let entries = Cache::open(&Config::load()?.cache)?.entries()?;
     if args.json {

@@ -18,6 +18,7 @@ pub struct Args {
     quiet: bool,
 }
 
+/// Runs `cryopod cache prune`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let cache = Cache::open(&Config::load()?.cache)?;
     cache.sweep(Duration::ZERO);

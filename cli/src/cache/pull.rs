@@ -33,6 +33,7 @@ pub struct Args {
     signed_by: Vec<PathBuf>,
 }
 
+/// Runs `cryopod cache pull`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::load()?;
     if !args.signed_by.is_empty() {

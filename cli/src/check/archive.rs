@@ -98,6 +98,7 @@ struct GpuMove<'a> {
     why: &'a str,
 }
 
+/// Runs `cryopod check ARCHIVE`, and returns its exit code.
 pub fn run(ask: &ArchiveQuestion<'_>) -> anyhow::Result<ExitCode> {
     match answer(ask) {
         Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),

@@ -77,6 +77,7 @@ impl std::str::FromStr for ImportMap {
     }
 }
 
+/// Runs `cryopod import`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let received = (args.source == "-").then(streams::receive).transpose()?;
     let source = match &received {

@@ -53,6 +53,7 @@ pub enum Args {
     Hold,
 }
 
+/// Runs `cryopod installer`, and returns its exit code.
 pub fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args {
         Args::Run {

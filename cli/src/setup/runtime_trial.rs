@@ -19,6 +19,7 @@ use super::trial::{COMMAND, EMPTY, PROGRAMS, TrialOutcome, mounts, run_one, work
 const LIMIT: Duration = Duration::from_secs(120);
 const ID: &str = "cryopod-setup";
 
+/// Tests the setup, and returns how that ended.
 pub fn run(wanted: &WantedSetup<'_>) -> anyhow::Result<TrialOutcome> {
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let trial = RuntimeTrial {

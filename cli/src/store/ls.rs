@@ -19,6 +19,7 @@ pub struct Args {
     json: bool,
 }
 
+/// Runs `cryopod store ls`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let entries = super::entries(&args.store)?;
     let places = places(&Config::load()?);

@@ -31,6 +31,7 @@ pub struct Args {
     quiet: bool,
 }
 
+/// Runs `cryopod store prune`, and returns its exit code.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.unused {
         let freed = clean(&Config::load()?)?.iter().map(Reference::bytes).sum();

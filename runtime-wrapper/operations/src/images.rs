@@ -156,7 +156,7 @@ fn rewrite(op: &Operation, from: &Path, nodes: &[devtar::TarNode], to: &Path) ->
     };
     let rewrite = || {
         let done = devtar::rewrite(from, &archive, nodes);
-        done.map(|()| Vec::new()).map_err(|e| e.to_string())
+        done.map(|()| Vec::new())
     };
     let done = sandbox.run(REWRITE_LIMIT, rewrite);
     done.map_err(|e| Error::Failed(e.to_string()))?;

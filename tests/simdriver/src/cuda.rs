@@ -64,10 +64,10 @@ macro_rules! infer {
 
 impl Cuda {
     /// Loads `libcuda.so.1` the way a program does, or this very file.
-    pub fn load(path: Option<&Path>) -> Result<Self, String> {
+    pub fn load(path: Option<&Path>) -> anyhow::Result<Self> {
         use std::os::unix::ffi::OsStrExt;
         let name = match path {
-            Some(p) => CString::new(p.as_os_str().as_bytes()).map_err(|e| e.to_string())?,
+            Some(p) => CString::new(p.as_os_str().as_bytes())?,
             None => c"libcuda.so.1".to_owned(),
         };
         // SAFETY: the name is a C string.
@@ -82,7 +82,7 @@ impl Cuda {
                     CStr::from_ptr(e)
                 }
             };
-            return Err(text.to_string_lossy().into_owned());
+            anyhow::bail!("{}", text.to_string_lossy());
         }
         Ok(Self(handle))
     }

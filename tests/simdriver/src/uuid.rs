@@ -36,13 +36,13 @@ impl fmt::Display for GpuUuid {
 }
 
 impl FromStr for GpuUuid {
-    type Err = String;
+    type Err = anyhow::Error;
 
-    fn from_str(s: &str) -> Result<Self, String> {
+    fn from_str(s: &str) -> anyhow::Result<Self> {
         let hex = s.strip_prefix("GPU-").unwrap_or(s).replace('-', "");
         match u128::from_str_radix(&hex, 16) {
             Ok(all) if hex.len() == 32 => Ok(Self(all.to_be_bytes())),
-            _ => Err(format!("{s:?} is not a GPU UUID")),
+            _ => anyhow::bail!("{s:?} is not a GPU UUID"),
         }
     }
 }

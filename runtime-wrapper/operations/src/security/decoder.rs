@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_archive::criu::image_files::{ImageContent, ImageFile, content_of};
+use cryopod_archive::criu::image_files::{ImageContent, ImageError, ImageFile, content_of};
 use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_archive::criu::network::{self, Network};
 use cryopod_archive::criu::{self, has_compressed_pages, open_files};
@@ -104,9 +104,7 @@ pub fn decode(question: Question<'_>) -> Result<DecodedImages, PrivilegesError> 
     let start = Instant::now();
     let answer = sandbox.run(question.limit, || {
         // The log's descriptor is closed here, and its number may become another file's.
-        tracing::dispatcher::with_default(&tracing::Dispatch::none(), || {
-            question.answer(&values).map_err(|e| e.to_string())
-        })
+        tracing::dispatcher::with_default(&tracing::Dispatch::none(), || question.answer(&values))
     })?;
     let decoded = DecodedImages::received(&answer)?;
     tracing::debug!(
@@ -322,7 +320,7 @@ impl EncodedImages {
             return Ok(());
         };
         let resized = Sandbox::default().run(limit, || {
-            let mut image = ImageFile::decode(FILES, content).map_err(|e| e.to_string())?;
+            let mut image = ImageFile::decode(FILES, content)?;
             for message in &mut image.messages {
                 if let Some(regular) = message.message_mut("reg")
                     && let Some(now) = regular.number("id").and_then(|id| sizes.get(&id))
@@ -330,7 +328,7 @@ impl EncodedImages {
                     regular.set_number("size", *now);
                 }
             }
-            Ok(image.encode())
+            Ok::<_, ImageError>(image.encode())
         })?;
         self.written.insert(FILES.to_owned(), resized);
         Ok(())

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use cuda_sim::abi::CuDevicePtr;
 use cuda_sim::cuda::Cuda;
@@ -129,7 +129,7 @@ fn run(
     others: Option<(OwnedFd, OwnedFd)>,
     team: Option<(Team, usize)>,
 ) -> Result<()> {
-    let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
+    let cuda = Cuda::load(None)?;
     cuda.init().context("cuInit")?;
     let leaked = if args.leak_fd { Some(leak()?) } else { None };
     let gpus: Vec<i32> = if gpus == ["all"] {

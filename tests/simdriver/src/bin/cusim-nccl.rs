@@ -199,7 +199,7 @@ fn value(rank: usize, tick: u64) -> u64 {
 }
 
 fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
-    let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
+    let cuda = Cuda::load(None)?;
     cuda.init().context("cuInit")?;
     cuda.use_device(i32::try_from(rank % args.gpus)?)?;
     let memory = cuda.alloc(args.mib << 20)?;

@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_secs(3);
 
 fn main() -> Result<()> {
-    let cuda = Cuda::load(None).map_err(anyhow::Error::msg)?;
+    let cuda = Cuda::load(None)?;
     cuda.init().context("cuInit")?;
     let count = cuda.device_count()?;
     let uuids = (0..count)

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::Parser;
 use cuda_sim::cuda::{CuOutcome, Cuda};
 use cuda_sim::uuid::GpuUuid;
@@ -24,7 +24,7 @@ struct Args {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
+    let cuda = Cuda::load(None)?;
     cuda.init().context("cuInit")?;
     let pairs = pairs(&cuda, args.map.as_deref())?;
     for step in &args.steps {
@@ -66,7 +66,7 @@ fn pairs(cuda: &Cuda, map: Option<&str>) -> Result<Vec<(GpuUuid, GpuUuid)>> {
             .split(',')
             .map(|pair| {
                 let (old, new) = pair.split_once('=').context("a pair is OLD=NEW")?;
-                let read = |s: &str| s.parse::<GpuUuid>().map_err(|e| anyhow!("{e}"));
+                let read = |s: &str| s.parse::<GpuUuid>();
                 Ok((read(old)?, read(new)?))
             })
             .collect(),

@@ -17,14 +17,14 @@ use crate::uuid::GpuUuid;
 pub fn serve(server: &Arc<Server>, stream: &UnixStream) {
     let mut out = stream;
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
-        let reply = command(server, &line).unwrap_or_else(|e| json!({ "error": e }));
+        let reply = command(server, &line).unwrap_or_else(|e| json!({ "error": e.to_string() }));
         if writeln!(out, "{reply}").is_err() {
             break;
         }
     }
 }
 
-fn command(server: &Arc<Server>, line: &str) -> Result<Value, String> {
+fn command(server: &Arc<Server>, line: &str) -> Result<Value> {
     let mut words = line.split_whitespace();
     match (words.next(), words.next(), words.next()) {
         (Some("status"), None, None) => Ok(server.world().status()),
@@ -43,17 +43,15 @@ fn command(server: &Arc<Server>, line: &str) -> Result<Value, String> {
             let uuid: GpuUuid = uuid.parse()?;
             let bytes: u64 = bytes
                 .parse()
-                .map_err(|_| format!("{bytes:?} is not a number"))?;
+                .with_context(|| format!("{bytes:?} is not a number"))?;
             let mut world = server.world();
             if world.gpu(uuid).is_none() {
-                return Err(format!("no GPU {uuid}"));
+                bail!("no GPU {uuid}");
             }
             world.reserved.insert(uuid, bytes);
             Ok(world.status())
         }
-        _ => Err(format!(
-            "cannot read {line:?}: status | set SWITCH | clear [NAME] | reserve UUID BYTES"
-        )),
+        _ => bail!("cannot read {line:?}: status | set SWITCH | clear [NAME] | reserve UUID BYTES"),
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::str::FromStr;
 
+use anyhow::Context;
 use serde::Serialize;
 use strum::VariantArray;
 
@@ -33,12 +34,12 @@ cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count 
 STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle), launch (cuLaunchKernel). NAME[=VALUE][:COUNT][/SKIP][@PID]";
 
 impl FromStr for Fault {
-    type Err = String;
+    type Err = anyhow::Error;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> anyhow::Result<Self> {
         let number = |what: &str, s: &str| {
-            let bad = |_| format!("{text:?}: {what} {s:?} is not a number");
-            s.parse::<u64>().map_err(bad)
+            s.parse::<u64>()
+                .with_context(|| format!("{text:?}: {what} {s:?} is not a number"))
         };
         fn split(rest: &str, mark: char) -> (&str, Option<&str>) {
             rest.split_once(mark)
@@ -48,8 +49,8 @@ impl FromStr for Fault {
         let (rest, skip) = split(rest, '/');
         let (rest, count) = split(rest, ':');
         let (name, value) = split(rest, '=');
-        let bad_pid = |_| format!("{text:?}: no pid after @");
-        let pid = pid.map(str::parse).transpose().map_err(bad_pid)?;
+        let pid = pid.map(str::parse).transpose();
+        let pid = pid.with_context(|| format!("{text:?}: no pid after @"))?;
         let count = count.map(|c| number("count", c)).transpose()?;
         let mut fault = Self {
             name: name.to_owned(),
@@ -63,7 +64,7 @@ impl FromStr for Fault {
         }
         match Step::VARIANTS.iter().any(|s| effect(&fault, *s).is_some()) {
             true => Ok(fault),
-            false => Err(format!("no such switch: {text:?}\n{HELP}")),
+            false => anyhow::bail!("no such switch: {text:?}\n{HELP}"),
         }
     }
 }
