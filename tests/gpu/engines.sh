@@ -3,7 +3,7 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
 
 engines=/var/lib/containers/engines # on the file system that podman has, too
-containerd_pid='' dockerd_pid='' ending=()
+containerd_pid='' dockerd_pid=''
 
 # engines_up: containerd and dockerd, with cryopod's shim in place of containerd's, as `cryopod setup docker` makes it.
 engines_up() {
@@ -171,7 +171,7 @@ engine_trip() { # ENGINE SIZE STORE LABEL: STORE on, off, or the default
     gpu_args 1
     engine_args
     job_command "$2" 0
-    engine_run "$engine" job "${ending[@]}" -- "${job[@]}" || return
+    engine_run "$engine" job -- "${job[@]}" || return
     wait_for engine_more job 3 || { tail -n 5 "$engines/out/job" && return 1; }
     from=$(now)
     engine_checkpoint "$engine" job || return
@@ -317,11 +317,6 @@ engine_part() {
             continue
         fi
         engine_case "$1-$size" engine_trip "$1" "$size" default
-        if [ "$1" = ctr ]; then # podman's and docker's containers end with their checkpoint
-            ending=(--annotation dev.cryopod.checkpoint.exit=on)
-            engine_case "ctr-$size-ends" engine_trip ctr "$size" default
-            ending=()
-        fi
         engine_case "$1-$size-again" engine_trip "$1" "$size" default
         engine_case "podman-$size-in-place-again" engine_trip podman "$size" default
     done

@@ -427,6 +427,7 @@ for part in $parts; do
         jobs) for size in $sizes; do for rt in $runtimes; do run_case "job-$size-$rt" round_trip "$rt" "$size"; done; done ;;
         leave-running) for rt in $runtimes; do run_case "leave-running-$rt" leave_running "$rt" 1; done ;;
         at-pause) for rt in $runtimes; do run_case "at-pause-$rt" at_pause "$rt" 1; done ;;
+        cycles) run_case cycles cycles "${runtimes%% *}" 1 "$cycles" "$kills" ;;
         twice) for rt in $runtimes; do run_case "twice-$rt" twice "$rt" 1; done ;;
         torch) run_case torch torch ;;
         loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;

@@ -309,3 +309,64 @@ chain() { # RUNTIME LABEL: a training with a checkpoint every few seconds, each 
         '{case: $case, ok: true, runtime: $runtime, info: $info, checkpoints: $rows, restored: ($rows | length), steps_compared: $steps}')"
     rm -rf "$dir"
 }
+
+memory_used() { # on the first GPU
+    if [ -n "$sim" ]; then
+        /opt/cusim/cusim-ctl --socket /run/cusim/server.sock status | jq '.gpus[0].pids | length'
+    else
+        chroot /host "$smi" --id=0 --query-gpu=memory.used --format=csv,noheader
+    fi
+}
+
+kill_named() { # NAME: all processes of this name
+    local comm
+    for comm in /proc/[0-9]*/comm; do
+        if [ "$(cat "$comm" 2> /dev/null)" = "$1" ]; then comm=${comm%/comm} && kill -KILL "${comm#/proc/}"; fi
+    done 2> /dev/null
+}
+
+# meanwhile_killed KILL COMMAND...: runs it while, if KILL is not empty, something of it is killed at a random moment.
+meanwhile_killed() {
+    local kill=$1 code=0 names=(criu cryopod-cuda-ag cryopod-runtime "$runtime") && shift
+    if [ -n "$kill" ]; then
+        { sleep "0.$((RANDOM % 10))$((RANDOM % 10))" && kill_named "${names[RANDOM % 4]}"; } &
+    fi
+    "$@" >> "/logs/$label.said" 2>&1 || code=$?
+    [ -z "$kill" ] || wait $!
+    return $code
+}
+
+cycles() { # RUNTIME SIZE CYCLES KILLS LABEL: checkpoints and restores in place, of which some are killed; nothing is left on the GPU
+    local runtime=$1 cycles=$3 label=$5 used before cycle failures=0 first second
+    low_level "$1"
+    gpu_args 1
+    used=$(memory_used)
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    for ((cycle = 1; cycle <= cycles; cycle++)); do
+        first='' second=''
+        if [ $((cycle * $4 / cycles)) -gt $(((cycle - 1) * $4 / cycles)) ]; then [ $((RANDOM % 2)) = 0 ] && first=yes || second=yes; fi
+        before=$(lines job)
+        if ! meanwhile_killed "$first" pod container checkpoint --keep job; then
+            [ -n "$first" ] || { tail -n 5 "/logs/$label.said" && keep_logs job "$label" && return 1; }
+            failures=$((failures + 1))
+            # The container goes on, or it had ended with a complete checkpoint when the runtime was killed.
+            ! state_is job exited || pod container restore --keep job >> "/logs/$label.said" 2>&1
+            wait_for more_lines job $((before + 3)) || { say "$label: cycle $cycle: it stands still after a killed checkpoint" && keep_logs job "$label" && return 1; }
+            continue
+        fi
+        if ! meanwhile_killed "$second" pod container restore --keep job; then
+            [ -n "$second" ] || { tail -n 5 "/logs/$label.said" && keep_logs job "$label" && return 1; }
+            failures=$((failures + 1))
+            pod container restore --keep job >> "/logs/$label.said" 2>&1 || { tail -n 5 "/logs/$label.said" && return 1; }
+        fi
+        wait_for more_lines job $((before + 3)) || { say "$label: cycle $cycle: it does not go on" && keep_logs job "$label" && return 1; }
+    done
+    verdict job "$label" "$(lines job)" || return
+    pod rm -f -t 0 job > /dev/null || return
+    used_as_before() { [ "$(memory_used)" = "$used" ]; }
+    wait_for used_as_before || { say "$label: $used was used on the GPU, and $(memory_used) is" && return 1; }
+    say "$label: $cycles cycles, $4 killed, of which $failures failed; GPU memory used before and after: $used"
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson cycles "$cycles" --argjson kills "$4" --argjson failures "$failures" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, cycles: $cycles, kills: $kills, failures: $failures}')"
+}
