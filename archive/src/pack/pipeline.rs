@@ -2,8 +2,8 @@
 //!
 //! A stream is cut into chunks of [`CHUNK_BYTES`]. Each becomes its own zstd frame or gzip member. So workers compress
 //! them in parallel, and the result depends only on content and level. Besides its producer, a stream has one thread,
-//! which writes the output. All streams share the workers, the hashing threads and the chunks. A producer waits for a
-//! free chunk, which bounds memory.
+//! which writes the output, and one that encrypts it. All streams share the workers, the hashing threads and the chunks.
+//! A producer waits for a free chunk, which bounds memory.
 
 use std::io::{self, Read, Write};
 use std::ops::Deref;
@@ -24,6 +24,8 @@ use crate::progress::Progress;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+/// Pieces of 64 KiB that encryption may be ahead of writing.
+const ENCRYPTED_AHEAD: usize = 16;
 /// Up to this level speed counts more than size.
 const FAST_LEVEL: i32 = 3;
 /// Higher levels need tens of MiB per thread.
@@ -197,23 +199,18 @@ impl StreamFormat<'static> {
     };
 }
 
-/// Counts and hashes what is written.
-struct CountedOutput<'c> {
-    out: &'c mut (dyn Write + Send),
-    digest: &'c hash::HashStream,
-    bytes: u64,
-}
+/// Hands what is encrypted to the thread that writes it: for one large file both are slower than all else.
+struct ToWriter(Sender<hash::SharedBytes>);
 
-impl Write for CountedOutput<'_> {
+impl Write for ToWriter {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        self.out.write_all(data)?;
-        self.digest.update(data);
-        self.bytes += data.len() as u64;
+        let sent = self.0.send(Arc::new(data.to_vec()));
+        sent.map_err(|_| io::ErrorKind::BrokenPipe)?;
         Ok(data.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
+        Ok(())
     }
 }
 
@@ -281,15 +278,23 @@ impl Pool<'_> {
         out: &mut (dyn Write + Send),
     ) -> io::Result<(u64, Option<Digest>)> {
         let digest = hash::HashStream::new();
-        let counted = CountedOutput {
-            out,
-            digest: &digest,
-            bytes: 0,
-        };
-        let write = |out: &mut dyn Write| self.write_pieces(pieces, false, out);
-        let (_, mut counted) = recipients.encrypt(counted, write)?;
-        counted.flush()?;
-        let bytes = counted.bytes;
+        let mut bytes = 0;
+        let (to_write, encrypted) = bounded(ENCRYPTED_AHEAD);
+        thread::scope(|scope| {
+            let write = |out: &mut dyn Write| self.write_pieces(pieces, false, out);
+            let made = scope.spawn(move || recipients.encrypt(ToWriter(to_write), write).map(drop));
+            let written = encrypted.iter().try_for_each(|piece| {
+                bytes += (*piece).as_ref().len() as u64;
+                out.write_all((*piece).as_ref())?;
+                digest.feed(piece);
+                Ok(())
+            });
+            // If writing failed, it is the cause of the other's error.
+            drop(encrypted);
+            let made = made.join().map_err(|_| panicked())?;
+            written.and(made)
+        })?;
+        out.flush()?;
         Ok((bytes, Some(digest.finish()?)))
     }
 
