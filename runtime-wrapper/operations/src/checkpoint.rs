@@ -37,7 +37,7 @@ use crate::criu::NO_CRIU;
 use crate::error::Error;
 use crate::images::store::Cleaning;
 use crate::pause;
-use crate::preflight::surroundings;
+use crate::preflight::{restore_here, surroundings};
 use crate::request::Request;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
@@ -188,6 +188,7 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
     live::retain_living(&request.host, &mut tree);
     let mut beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
     beyond.extend(hazards::unrestorable(&request.host, &request.spec, &tree));
+    beyond.extend(restore_here::not_openable(request, &tree));
     if switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
         surroundings::ensure_followed(request)?;
         if !beyond.is_empty() {

@@ -18,11 +18,14 @@ mod layer;
 mod records;
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_host::destinations::Destinations;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, open_in_root};
 use cryopod_host::spec::Spec;
+use nix::fcntl::OFlag;
 
 use crate::config::rootfs::{Carry, RootfsOptions};
 use crate::error::Error;
@@ -78,6 +81,33 @@ pub fn own_shm(mounts: &Destinations, bundle: &Path) -> Option<PathBuf> {
         .filter(|d| d.bind && d.path == Path::new(SHM));
     let source = bundle.join(mounts.next_back()?.source.as_ref()?);
     source.starts_with(bundle).then_some(source)
+}
+
+/// Opens a file of the container on the host (`O_PATH`), if it is in one of the spec's bind mounts. Returns its path there.
+pub fn open_in_volume(
+    mounts: &Destinations,
+    bundle: &Path,
+    path: &Path,
+) -> Option<(PathBuf, OwnedFd)> {
+    let above = mounts.0.iter().filter(|d| path.starts_with(&d.path));
+    let mount = above.max_by_key(|d| d.path.components().count())?;
+    let source = bundle.join(mount.source.as_ref().filter(|_| mount.bind)?);
+    // Its files are in the checkpoint.
+    if own_shm(mounts, bundle).is_some_and(|shm| shm == source) {
+        return None;
+    }
+    let rest = path.strip_prefix(&mount.path).ok()?;
+    // To open a FIFO or a device would do more.
+    let mut options = File::options();
+    let options = options.read(true).custom_flags(libc::O_PATH);
+    let root = options.open(&source).ok()?;
+    match rest.as_os_str().is_empty() {
+        true => Some((source, root.into())),
+        false => {
+            let file = open_in_root(&root, rest, OFlag::O_PATH | OFlag::O_NOFOLLOW).ok()?;
+            Some((source.join(rest), file))
+        }
+    }
 }
 
 /// Packs the changes of the container with the init process `init` and its `/dev/shm` into the image directory, with its

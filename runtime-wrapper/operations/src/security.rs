@@ -7,4 +7,5 @@ pub mod host_facts;
 pub mod image_check;
 pub mod lsm;
 pub mod mount_limits;
+pub mod openable;
 pub mod privileges;

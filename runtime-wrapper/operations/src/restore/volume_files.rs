@@ -8,21 +8,19 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use cryopod_archive::format::names;
 use cryopod_gpu_plan::checks::switches::{Switches, VOLUMES};
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::destinations::Destinations;
 use nix::fcntl::OFlag;
 use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, fstatfs};
 
 use crate::request::Request;
-use crate::rootfs;
+use crate::rootfs::open_in_volume;
 use crate::security::image_check::opened::OpenedFile;
-use cryopod_host::files::open_in_root;
+use crate::security::openable::{SpecUser, VolumeFile, not_opened};
 
 /// File systems that may set a file's time when the process that wrote to it is gone.
 const FLUSHED_LATER: [FsType; 5] = [
@@ -38,7 +36,7 @@ const FLUSHED_LATER: [FsType; 5] = [
 pub struct VolumeFiles {
     /// Files that have grown without harm, by CRIU's number, and the size that CRIU is to accept.
     pub sizes: BTreeMap<u64, u64>,
-    /// Those that CRIU must not restore; none with the check [`VOLUMES`] off.
+    /// Those that CRIU must not restore: with the check [`VOLUMES`] off, those that the spec's user could not open.
     pub refused: Vec<Refusal>,
 }
 
@@ -54,10 +52,23 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
         nanos => (m.mtime(), nanos),
     });
     let (mut sizes, mut refused) = (BTreeMap::new(), BTreeMap::new());
+    let user = SpecUser::of(&request.spec);
+    let (mut opened, mut places) = (Vec::new(), Vec::new());
     for file in files {
-        let Some((host_path, found)) = found(mounts, bundle, &file.path) else {
+        let Some((host_path, found)) = open_in_volume(mounts, bundle, &file.path) else {
             continue;
         };
+        if !user.opens_all()
+            && let Ok(copy) = found.try_clone()
+        {
+            let (flags, is_mapped) = (file.flags, file.is_mapped);
+            opened.push(VolumeFile {
+                file: copy,
+                flags,
+                is_mapped,
+            });
+            places.push((&file.path, host_path.clone()));
+        }
         let network = fstatfs(&found).is_ok_and(|s| FLUSHED_LATER.contains(&s.filesystem_type()));
         let Ok(found) = File::from(found).metadata() else {
             continue;
@@ -76,9 +87,13 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
             refused.insert(file.path.clone(), refusal(file, &host_path, now));
         }
     }
+    let may = user.may_open(&opened).into_iter().zip(places);
+    let not_opened = may
+        .filter(|(may, _)| !may)
+        .map(|(_, (path, host))| not_opened(path, &host));
     VolumeFiles {
         sizes,
-        refused: refused.into_values().collect(),
+        refused: refused.into_values().chain(not_opened).collect(),
     }
 }
 
@@ -109,27 +124,4 @@ fn refusal(file: &OpenedFile, host_path: &Path, now: u64) -> Refusal {
             Switches::how(VOLUMES)
         ),
     )
-}
-
-/// Opens a file of the container on the host, if it is in one of the spec's bind mounts.
-fn found(mounts: &Destinations, bundle: &Path, path: &Path) -> Option<(PathBuf, OwnedFd)> {
-    let above = mounts.0.iter().filter(|d| path.starts_with(&d.path));
-    let mount = above.max_by_key(|d| d.path.components().count())?;
-    let source = bundle.join(mount.source.as_ref().filter(|_| mount.bind)?);
-    // Its files are in the checkpoint.
-    if rootfs::own_shm(mounts, bundle).is_some_and(|shm| shm == source) {
-        return None;
-    }
-    let rest = path.strip_prefix(&mount.path).ok()?;
-    // To open a FIFO or a device would do more.
-    let mut options = File::options();
-    let options = options.read(true).custom_flags(libc::O_PATH);
-    let root = options.open(&source).ok()?;
-    match rest.as_os_str().is_empty() {
-        true => Some((source, root.into())),
-        false => {
-            let file = open_in_root(&root, rest, OFlag::O_PATH | OFlag::O_NOFOLLOW).ok()?;
-            Some((source.join(rest), file))
-        }
-    }
 }

@@ -100,6 +100,11 @@ impl CredentialsCeiling {
         }
     }
 
+    /// Returns the spec's user, and its groups.
+    pub fn ids(&self) -> (u32, &[u32]) {
+        (self.uid, &self.gids)
+    }
+
     /// Returns true if a process of the container can have this capability.
     pub fn has(&self, capability: &str) -> bool {
         let number = CAPABILITIES.iter().position(|c| *c == capability);

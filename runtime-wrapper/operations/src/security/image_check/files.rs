@@ -13,8 +13,11 @@ const NAME: &str = "files.img";
 /// What CUDA's library calls the socket of each process, before the inode of its PID namespace and its process id (driver
 /// 580). A restored process has another PID namespace, so nobody finds the socket by this name any more.
 const OF_CUDA: &[u8] = b"\0cuda-uvmfd-";
-/// CRIU's number of a raw socket (`SOCK_RAW`).
+/// CRIU's numbers of kinds of sockets (`SOCK_RAW`, `SOCK_DGRAM`).
 const RAW: u32 = 3;
+const DATAGRAM: u32 = 2;
+/// CRIU's mark of a socket of another process (`USK_EXTERN`).
+const OUTSIDE: u64 = 1;
 
 pub fn check(
     images: &CheckedImages,
@@ -120,6 +123,13 @@ fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
         && socket.u32("type") == Some(RAW)
     {
         return needs("a raw socket", "NET_RAW");
+    }
+    if let Some(socket) = file.message("usk")
+        && socket.number("uflags").unwrap_or(0) & OUTSIDE != 0
+        && socket.u32("type") != Some(DATAGRAM)
+    {
+        // CRIU would connect as root, and no checkpoint of cryopod's has one.
+        return Some("a connection to a process outside of the container".into());
     }
     let options = ["isk", "usk", "nlsk", "psk"];
     let mut options = options
