@@ -13,7 +13,9 @@ size, count = 8192, 16
 if kind == "jax":
     # By default JAX takes three quarters of the GPU's memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # XLA looks for nvvm/libdevice below its data directory.
+    # XLA looks for nvvm/libdevice below its data directory, and then here.
+    if os.path.isdir("/work/nvvm/libdevice"):
+        os.chdir("/work/nvvm/libdevice")
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir=/work",

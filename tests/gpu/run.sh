@@ -141,10 +141,8 @@ if [ -z "$sim" ]; then
     for tool in ptxas nvlink; do
         if [ -e "${nvcc%/*}/$tool" ]; then cp -L "${nvcc%/*}/$tool" "$work/root/opt/work/bin/"; fi
     done
-    nvvm=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/nvvm
-    if [ -e "$nvvm/libdevice/libdevice.10.bc" ]; then
-        install -D -m 644 "$nvvm/libdevice/libdevice.10.bc" "$work/root/opt/work/nvvm/libdevice/libdevice.10.bc"
-    fi
+    libdevice=$(find "$(dirname "$(dirname "$(readlink -f "$nvcc")")")" / -xdev -name 'libdevice*.bc' -print -quit 2> /dev/null || true)
+    if [ -n "$libdevice" ]; then install -D -m 644 "$libdevice" "$work/root/opt/work/nvvm/libdevice/libdevice.10.bc"; fi
     for candidate in "${GPU_TEST_PYTHON:-}" "$(type -P python3 || true)" /opt/torch/.venv/bin/python3; do
         if [ -z "$candidate" ] || [ ! -x "$candidate" ]; then continue; fi
         # shellcheck disable=SC2016
