@@ -351,6 +351,7 @@ cycles() { # RUNTIME SIZE CYCLES KILLS LABEL: checkpoints and restores in place,
             [ -n "$first" ] || { tail -n 5 "/logs/$label.said" && keep_logs job "$label" && return 1; }
             failures=$((failures + 1))
             # The container goes on, or it had ended with a complete checkpoint when the runtime was killed.
+            before=$(lines job)
             ! state_is job exited || pod container restore --keep job >> "/logs/$label.said" 2>&1
             wait_for more_lines job $((before + 3)) || { say "$label: cycle $cycle: it stands still after a killed checkpoint" && keep_logs job "$label" && return 1; }
             continue

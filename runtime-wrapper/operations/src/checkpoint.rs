@@ -70,8 +70,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let Some(state) = ContainerState::ask(ctx, inv, &SystemTools::from_env()) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
-    let request = Request::checkpoint(ctx, inv, &state);
-    let _held = refused_before::hold(&request)?;
+    let mut request = Request::checkpoint(ctx, inv, &state);
+    request.held = refused_before::hold(&request)?;
     refused_before::lost_export(&request)?;
     refused_before::without_cgroups(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
@@ -112,7 +112,7 @@ fn into_place(
     let mut request = Request::checkpoint(ctx, inv, state);
     request.ends = own.end.is_some();
     request.into_place = true;
-    let _held = refused_before::hold(&request)?;
+    request.held = refused_before::hold(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     match with_metadata(&request, state, nodes, Some(own), Instant::now())? {
         code if code == ExitCode::SUCCESS => Ok(()),

@@ -4,6 +4,7 @@ use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_host::nodes::Vendor;
+use std::os::fd::AsFd;
 
 use super::image_directory::ImageDirectory;
 use super::planned::{DumpPlan, metadata_of};
@@ -37,7 +38,11 @@ pub(super) fn prepare<'a>(
     state: &'a ContainerState,
     planned: &'a DumpPlan,
 ) -> Result<DumpPreparation<'a>, Error> {
-    let op = Operation::new()?;
+    let mut op = Operation::new()?;
+    op.lock_of_agent = request
+        .held
+        .as_ref()
+        .and_then(|held| held.as_fd().try_clone_to_owned().ok());
     let mut progress = OperationProgress::of_operation(
         &op,
         progress::ProgressState {

@@ -6,7 +6,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
@@ -49,6 +49,8 @@ pub fn sweep_dead() {
 #[derive(Debug)]
 pub struct Operation {
     dir: PathBuf,
+    /// What the driver agent keeps open.
+    pub lock_of_agent: Option<OwnedFd>,
 }
 
 impl Operation {
@@ -70,6 +72,7 @@ impl Operation {
         let start = live::start_time(host, pid).unwrap_or(0);
         let op = Self {
             dir: base.join(format!("{pid}-{start}")),
+            lock_of_agent: None,
         };
         DirBuilder::new()
             .mode(0o700)

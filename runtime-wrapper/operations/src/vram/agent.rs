@@ -3,6 +3,8 @@
 
 use crate::error::Error;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -87,6 +89,15 @@ impl RunningAgent {
         command.arg("--report").arg(op.file(REPORT));
         for library in &config.libcuda {
             command.arg("--libcuda").arg(library);
+        }
+        if let Some(lock) = op.lock_of_agent.as_ref().map(AsRawFd::as_raw_fd) {
+            // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe.
+            unsafe {
+                command.pre_exec(move || match libc::fcntl(lock, libc::F_SETFD, 0) {
+                    -1 => Err(std::io::Error::last_os_error()),
+                    _ => Ok(()),
+                });
+            }
         }
         let mut child = command
             .stdin(Stdio::piped())

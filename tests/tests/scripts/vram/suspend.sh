@@ -84,6 +84,18 @@ wait_for sh -c 'grep -qs "\"event\":\"lock\"\|lock" /tmp/server.log || pgrep -x 
 sleep 1
 kill -KILL "$suspending"
 check 'killed in the middle: it goes on' goes_on
+# A checkpoint whose wrapper is killed: its driver agent brings the GPU memory back, and has the lock until then.
+/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null
+pod container checkpoint --keep job > /tmp/said 2>&1 &
+wait_for pgrep -x cryopod-cuda-ag > /dev/null
+sleep 1.5
+pkill -KILL -x cryopod-runtime
+check 'another checkpoint at once: refused' refused 'another checkpoint of it is under way' pod container checkpoint --keep job
+wait $! || true
+check 'it goes on' goes_on
+check 'and then a checkpoint' does pod container checkpoint --keep job
+check 'is restored' does pod container restore --keep job
+check 'it goes on there, too' goes_on
 /opt/build/cusim-ctl --socket "$sim" set oom-restore:1 > /dev/null
 check 'suspended once more' does cryopod suspend job
 check 'the restore fails: said' refused 'stays suspended, with its GPU memory in host memory.*restore of process' cryopod resume job
