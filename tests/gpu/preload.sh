@@ -162,7 +162,8 @@ preload_programs() {
         allocator=${kind%/*} layers=2
         [ "$allocator" = "$kind" ] || layers=${kind#*/}
         case $kind in
-            jax | cupy) run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60 ;;
+            # A step of JAX takes 60 ms.
+            jax | cupy) run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 400 ;;
             *) run_case "preload-torch-${allocator//:/-}-$layers" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "$python" /work/train.py 60 "$layers" ;;
         esac
     done
