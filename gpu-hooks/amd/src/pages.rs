@@ -51,11 +51,15 @@ pub fn pack(
     if !finished(limit, &interrupted) {
         cancel.store(true, Relaxed);
         // One that waits for a disk that hangs is left behind.
-        finished(CALLED_OFF, &|| false);
-        return None;
+        if !finished(CALLED_OFF, &|| false) {
+            return None;
+        }
     }
     let joined = thread.join();
-    Some(joined.unwrap_or_else(|_| Err("the thread that writes it died".into())))
+    let joined = joined.unwrap_or_else(|_| Err("the thread that writes it died".into()));
+    // It may have been done before it saw that it was called off.
+    let called_off = cancel.load(Relaxed) && !matches!(joined, Ok(Some(_)));
+    (!called_off).then_some(joined)
 }
 
 fn write(

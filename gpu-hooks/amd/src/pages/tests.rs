@@ -87,13 +87,20 @@ fn little_memory_stays_and_nothing_is_unpacked() {
 
 #[test]
 fn what_is_not_written_in_time_leaves_the_plugins_files_alone() {
-    let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join(NAMES[0]), pages(1).repeat(2)).unwrap();
-    for interrupted in [false, true] {
+    let mut times = 0;
+    for interrupted in [false, true].repeat(20) {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(NAMES[0]), pages(1).repeat(2)).unwrap();
         let limit = if interrupted { LONG } else { Duration::ZERO };
-        assert!(pack(dir.path(), config(), limit, || interrupted).is_none());
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        let packed = pack(dir.path(), config(), limit, || interrupted);
+        // On a busy machine it can be done before it is called off.
+        assert_eq!(dir.path().join(NAMES[0]).exists(), packed.is_none());
+        if packed.is_none() {
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+            times += 1;
+        }
     }
+    assert!(times > 0);
 }
 
 #[test]
