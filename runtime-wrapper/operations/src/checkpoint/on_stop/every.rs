@@ -3,7 +3,7 @@
 //! A process of its own does so ([`NAME`]), for as long as the container exists. It holds the lock [`LOCK`]. A stop
 //! interrupts it and takes the lock, so that it never waits for a whole checkpoint.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use cryopod_host::spec::Spec;
 use nix::fcntl::{Flock, FlockArg};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::{PlacedRequest, checkpoint_of, config_of_place};
+use super::{DEFAULT_GRACE, GRACE, PlacedRequest, checkpoint_of, config_of_place};
 use crate::checkpoint::{OwnCheckpoint, into_place};
 use crate::config::tenant::{Tenant, holds_pod};
 use crate::criu::program;
@@ -37,8 +37,8 @@ pub(super) const LOCK: &str = "cryopod-every";
 const LOOK: Duration = Duration::from_millis(200);
 /// Names the process that makes the container, or becomes the low-level runtime that does.
 const MAKER: &str = "CRYOPOD_MAKER";
-/// A container that handles TERM, and still runs after this time or a period, is checkpointed again.
-const STOPPING: Duration = Duration::from_secs(5);
+/// A container that handles TERM may be ending until its engine's grace period is over, which only [`GRACE`] tells.
+const LONGEST_GRACE: Duration = Duration::from_secs(120);
 /// After failures the time between two tries grows to so many periods.
 const MAX_PERIODS: u32 = 64;
 
@@ -47,6 +47,14 @@ pub(super) fn period(spec: &Spec) -> Result<Option<Duration>, String> {
     match setting(spec, ANNOTATION).is_some() && !holds_pod(spec) {
         true => seconds(spec, ANNOTATION, 0).map(Some),
         false => Ok(None),
+    }
+}
+
+/// Returns how long a container may be ending after a TERM: twice its engine's grace period.
+fn stopping(spec: &Spec) -> Result<Duration, String> {
+    match setting(spec, GRACE) {
+        Some(_) => Ok(seconds(spec, GRACE, DEFAULT_GRACE)? * 2),
+        None => Ok(LONGEST_GRACE),
     }
 }
 
@@ -62,18 +70,19 @@ pub(super) fn start(ctx: &Context) -> io::Result<()> {
 
 /// Has the process give up, without waiting for it.
 pub(super) fn interrupt(directory: &Path) {
-    let Ok(mut file) = File::options().read(true).open(directory.join(LOCK)) else {
+    let mut options = File::options();
+    let Ok(mut file) = options.read(true).write(true).open(directory.join(LOCK)) else {
         return;
     };
     let mut id = String::new();
     let _ = (&mut file).take(20).read_to_string(&mut id);
     let id = id.trim().parse().ok().and_then(Pid::from_raw);
-    let Some(process) = id.and_then(|id| pidfd_open(id, PidfdFlags::empty()).ok()) else {
-        return;
-    };
-    // As long as it is locked, the process is the one that was opened.
-    if Flock::lock(file, FlockArg::LockSharedNonblock).is_err() {
-        let _ = pidfd_send_signal(process, Signal::TERM);
+    let process = id.and_then(|id| pidfd_open(id, PidfdFlags::empty()).ok());
+    match Flock::lock(file, FlockArg::LockSharedNonblock) {
+        // It is between two checkpoints, and finds its id gone.
+        Ok(unlocked) => drop(unlocked.set_len(0)),
+        // As long as it is locked, the process is the one that was opened.
+        Err(_) => drop(process.map(|process| pidfd_send_signal(process, Signal::TERM))),
     }
 }
 
@@ -129,7 +138,9 @@ pub fn main(ctx: &Context) -> ExitCode {
 /// Checkpoints the container until it is gone.
 fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let signals = Signals::watch()?;
-    let period = period(&Spec::of_bundle(&inv.bundle())?).map_err(Error::Failed)?;
+    let spec = Spec::of_bundle(&inv.bundle())?;
+    let period = period(&spec).map_err(Error::Failed)?;
+    let stopping = stopping(&spec).map_err(Error::Failed)?;
     // A process must not keep a bundle's file system mounted.
     std::env::set_current_dir("/").map_err(Error::io("/"))?;
     let Some(period) = period else { return Ok(()) };
@@ -140,7 +151,7 @@ fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     loop {
         let made = is_made();
         if directory.exists() {
-            Attendance::begin(ctx, inv, &signals, &directory)?.attend(period);
+            Attendance::begin(ctx, inv, &signals, &directory)?.attend(period, stopping);
             if is_made() {
                 return Ok(());
             }
@@ -187,19 +198,19 @@ impl<'a> Attendance<'a> {
         lock.is_ok_and(|lock| lock.ino() == self.inode)
     }
 
-    /// Checkpoints the container until it is gone, or has ended after an interrupt.
-    fn attend(mut self, period: Duration) {
+    /// Checkpoints the container until it is gone, or has ended after an interrupt, for which it may take `stopping`.
+    fn attend(mut self, period: Duration, stopping: Duration) {
         let mut wait = period;
         let mut due = Instant::now() + period;
         while self.exists() {
             std::thread::sleep(LOOK);
-            if self.signals.interrupted() {
-                if !self.outlives_its_stop(period) {
+            if self.signals.interrupted() || self.was_stopped() {
+                if !self.outlives_its_stop(stopping) {
                     return;
                 }
                 due = Instant::now() + period;
             }
-            if Instant::now() < due || !self.lock() {
+            if Instant::now() < due || self.lock.is_none() {
                 continue;
             }
             let started = Instant::now();
@@ -216,25 +227,29 @@ impl<'a> Attendance<'a> {
         }
     }
 
-    /// Takes the lock again, unless a stop has it.
-    fn lock(&mut self) -> bool {
-        if self.lock.is_none() && self.exists() {
-            self.lock = attended(self.directory).ok();
+    /// Takes the lock again, unless a stop has it. Returns true if there was a stop while it was free.
+    fn was_stopped(&mut self) -> bool {
+        if self.lock.is_some() || !self.exists() {
+            return false;
         }
-        self.lock.is_some()
+        let id = fs::read(self.directory.join(LOCK)).unwrap_or_default();
+        self.lock = attended(self.directory).ok();
+        self.lock.is_some() && id.is_empty()
     }
 
-    /// Leaves the container to whoever stops it. Returns true if it is there after a period: it has handled the TERM.
-    fn outlives_its_stop(&mut self, period: Duration) -> bool {
+    /// Leaves the container to whoever stops it. Returns true if it is there after `stopping`: it was no stop. Before, a
+    /// checkpoint would be one of a container that is ending.
+    fn outlives_its_stop(&mut self, stopping: Duration) -> bool {
         self.lock = None;
         self.signals.answered();
-        let until = Instant::now() + period.max(STOPPING);
+        let until = Instant::now() + stopping;
         while Instant::now() < until {
-            std::thread::sleep(STOPPING / 5);
+            std::thread::sleep(Duration::from_secs(1));
             if !self.exists() || self.state().is_none() {
                 return false;
             }
         }
+        self.lock = attended(self.directory).ok();
         true
     }
 
