@@ -19,7 +19,7 @@ stopped() { podman stop "$@" > /tmp/said 2>&1; }
 
 # ---- without a GPU ----
 mapfile -t every < <(to $place job)
-stops=(--annotation dev.cryopod.on-stop=checkpoint)
+stops=(--annotation dev.cryopod.on-stop=checkpoint --annotation dev.cryopod.grace_s=60)
 pod run -d --name c1 "${every[@]}" "${stops[@]}" --network none localhost/busybox "${counter[@]}" > /tmp/said 2>&1
 wait_for further job 0
 wait_for last c1 > /dev/null
@@ -71,7 +71,7 @@ mount -t tmpfs -o size=64k,mode=700 full /srv/full
 mapfile -t every < <(to /srv/full full)
 pod run -d --name full "${every[@]}" --network none localhost/busybox "${counter[@]}" > /tmp/said 2>&1
 check 'the log says that it failed' wait_for says $log 'no checkpoint while it runs'
-umount /srv/full
+wait_for umount /srv/full # a try may be under way
 wait_for last full > /dev/null
 last=$(last full)
 check 'the container goes on' wait_for reached full $((last + 3))
