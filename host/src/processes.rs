@@ -4,11 +4,11 @@
 //! that the plan needs of a process is read together, by several threads. The container is not trusted: its files are
 //! never opened, only looked at.
 
+pub mod maps;
 pub mod stat;
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::fs;
 use std::num::NonZero;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,11 +16,11 @@ use std::thread;
 
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 
+use self::maps::Mapping;
 use self::stat::StatusFile;
 use crate::files::{Host, split_rdev};
 
 const MAX_PER_PROCESS: usize = 1 << 16;
-const MAX_LINES: usize = 1 << 20;
 /// Threads that read; more would wait for the same locks of the kernel.
 const MAX_THREADS: usize = 8;
 /// Processes that justify one more thread.
@@ -278,40 +278,22 @@ fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
 fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
     let mut files = HashSet::new();
     let mut deleted = Vec::new();
-    let Ok(file) = File::open(host.path(format!("/proc/{pid}/maps"))) else {
-        return (files, deleted);
-    };
-    let mut reader = BufReader::with_capacity(64 << 10, file);
-    let mut line = Vec::new();
-    for _ in 0..MAX_LINES {
-        line.clear();
-        if !matches!(reader.read_until(b'\n', &mut line), Ok(n) if n > 0) {
-            break;
-        }
-        let Ok(text) = std::str::from_utf8(&line) else {
-            continue;
-        };
-        // "start-end perms offset dev inode   name": the name is the sixth field, and may have blanks.
-        let name = text.trim_end().splitn(6, ' ').nth(5).map(str::trim_start);
-        if let Some(name) = name.filter(|n| n.starts_with('/') || n.starts_with("anon_inode:"))
-            && !files.contains(name)
-            && files.len() < MAX_PER_PROCESS
-        {
+    let _ = maps::for_each(host, pid, |Mapping { name, range, .. }| {
+        let is_file = name.starts_with('/') || name.starts_with("anon_inode:");
+        if is_file && !files.contains(name) && files.len() < MAX_PER_PROCESS {
             files.insert(name.to_owned());
-            if name.ends_with(" (deleted)")
-                && in_a_file_system(name)
-                && let Some((range, _)) = text.split_once(' ')
-            {
+            if name.ends_with(" (deleted)") && in_a_file_system(name) {
                 deleted.push((range.to_owned(), name.to_owned()));
             }
         }
-    }
+    });
     (files, deleted)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
     use std::os::fd::AsRawFd;
 
     #[test]

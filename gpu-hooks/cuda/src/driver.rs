@@ -6,6 +6,8 @@
 
 use crate::gpus::gpu::{GpuPair, GpuUuid};
 use crate::messages::protocol::{AgentGpu, DriverError, ErrorKind, ProcessState};
+use cryopod_host::files::Host;
+use cryopod_host::processes::maps;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -315,18 +317,17 @@ fn loaded_path(path: &Path) -> PathBuf {
     if path.is_absolute() {
         return path.to_owned();
     }
-    std::fs::read_to_string("/proc/self/maps")
-        .ok()
-        .and_then(|maps| {
-            let file = maps.lines().find_map(|line| {
-                let start = line.find('/')?;
-                line[start..]
-                    .contains("/libcuda.so")
-                    .then(|| line[start..].to_owned())
-            })?;
-            Some(PathBuf::from(file))
-        })
-        .unwrap_or_else(|| path.to_owned())
+    let mut found = None;
+    let _ = maps::for_each(
+        &Host::system(),
+        std::process::id().cast_signed(),
+        |mapping| {
+            if found.is_none() && mapping.name.contains("/libcuda.so") {
+                found = Some(PathBuf::from(mapping.name));
+            }
+        },
+    );
+    found.unwrap_or_else(|| path.to_owned())
 }
 
 fn gpus(lib: Handle) -> Vec<AgentGpu> {

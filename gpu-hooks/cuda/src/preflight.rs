@@ -11,14 +11,13 @@ pub mod refusal;
 
 use crate::gpus::nvidia;
 use cryopod_host::files::Host;
+use cryopod_host::processes::maps;
 use cryopod_host::processes::stat::StatusFile;
 use refusal::Refusal;
 use std::collections::BTreeSet;
 
 /// The first driver that can checkpoint through the API.
 const FIRST_DRIVER: u32 = 570;
-/// At most so many mappings of a process are examined.
-const MAX_LINES: usize = 1 << 20;
 
 /// Examines the CUDA processes `pids` of one container. Empty: nothing was found.
 pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
@@ -61,7 +60,8 @@ struct Process {
     pid: i32,
     comm: String,
     files: BTreeSet<String>,
-    maps: Vec<Mapping>,
+    /// Managed memory (UVM), in bytes.
+    managed: u64,
     environment: Vec<(String, String)>,
     /// Stopped by a signal.
     stopped: bool,
@@ -72,7 +72,12 @@ const MANAGED_BYTES: u64 = 2 << 20;
 
 impl Process {
     fn read(host: &Host, pid: i32) -> Self {
-        let maps = host.text(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let mut managed = 0;
+        let _ = maps::for_each(host, pid, |mapping| {
+            if mapping.name == "/dev/nvidia-uvm" && mapping.bytes() > MANAGED_BYTES {
+                managed = mapping.bytes().saturating_add(managed);
+            }
+        });
         let environment = host
             .text(format!("/proc/{pid}/environ"))
             .unwrap_or_default();
@@ -81,11 +86,7 @@ impl Process {
             comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
             stopped: StatusFile::read(host, pid).number("State") == Some('T'),
             files: links(host, pid),
-            maps: maps
-                .lines()
-                .take(MAX_LINES)
-                .filter_map(Mapping::parse)
-                .collect(),
+            managed,
             environment: environment
                 .split('\0')
                 .filter_map(|entry| entry.split_once('='))
@@ -111,15 +112,9 @@ impl Process {
     }
 
     fn managed_memory(&self) -> Finding {
-        let managed: u64 = self
-            .maps
-            .iter()
-            .filter(|map| map.path == "/dev/nvidia-uvm" && map.bytes > MANAGED_BYTES)
-            .map(|map| map.bytes)
-            .sum();
-        (managed > 0).then(|| {
+        (self.managed > 0).then(|| {
             (
-                format!("it uses managed memory (UVM), {} MiB", managed >> 20),
+                format!("it uses managed memory (UVM), {} MiB", self.managed >> 20),
                 "the driver cannot checkpoint it: allocate with cudaMalloc instead of cudaMallocManaged (PyTorch and JAX do)".to_owned(),
             )
         })
@@ -162,26 +157,6 @@ impl Process {
             format!("it runs on a MIG instance ({how})"),
             "the driver cannot checkpoint MIG instances: give it a whole GPU".to_owned(),
         ))
-    }
-}
-
-#[derive(Debug, PartialEq, Eq)]
-struct Mapping {
-    path: String,
-    bytes: u64,
-}
-
-impl Mapping {
-    /// Parses a line of `/proc/PID/maps`; `None` for one without a file.
-    fn parse(line: &str) -> Option<Self> {
-        let (range, rest) = line.split_once(' ')?;
-        let (start, end) = range.split_once('-')?;
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        let path = &rest[rest.find(" /")? + 1..];
-        Some(Self {
-            path: path.strip_suffix(" (deleted)").unwrap_or(path).to_owned(),
-            bytes: number(end)?.checked_sub(number(start)?)?,
-        })
     }
 }
 

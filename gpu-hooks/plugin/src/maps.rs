@@ -7,6 +7,8 @@
 
 use crate::session::{Failed, failure};
 use cryopod_cuda::messages::image::is_device_path;
+use cryopod_host::files::Host;
+use cryopod_host::processes::maps::{self, Mapping};
 use std::ffi::CStr;
 use std::fs::{self, File};
 use std::os::fd::{IntoRawFd, RawFd};
@@ -15,23 +17,16 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 /// `/dev/zero`, which CRIU dumps by itself.
 const ZERO: u64 = libc::makedev(1, 5);
 
-/// The address range (unparsed) and the path of a line of `/proc/PID/maps` with a file.
-fn parse(line: &str) -> Option<(&str, &str)> {
-    let mut words = line.splitn(6, ' ');
-    let range = words.next()?;
-    let path = words.nth(4)?.trim_start();
-    (!path.is_empty()).then_some((range, path))
-}
-
 /// Counts a process's mappings of NVIDIA's device nodes, except those that CRIU dumps by itself.
 pub fn count(pid: i32) -> u64 {
-    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    let ours = maps.lines().filter_map(parse).filter(|(range, path)| {
+    let mut count = 0;
+    let _ = maps::for_each(&Host::system(), pid, |Mapping { range, name, .. }| {
         let node = || fs::metadata(format!("/proc/{pid}/map_files/{range}"));
-        is_device_path(path)
-            && node().is_ok_and(|m| m.file_type().is_char_device() && m.rdev() != ZERO)
+        let is_node = is_device_path(name)
+            && node().is_ok_and(|m| m.file_type().is_char_device() && m.rdev() != ZERO);
+        count += u64::from(is_node);
     });
-    ours.count() as u64
+    count
 }
 
 /// HANDLE_DEVICE_VMA: returns true if the file is one of NVIDIA's nodes.
@@ -63,16 +58,6 @@ pub fn empty() -> Result<RawFd, Failed> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lines_with_a_file() {
-        let line =
-            "200600000-200800000 rw-s 00000000 00:06 143                              /dev/nvidia0";
-        assert_eq!(parse(line), Some(("200600000-200800000", "/dev/nvidia0")));
-        assert_eq!(parse("200000000-200600000 ---p 00000000 00:00 0 "), None);
-        assert_eq!(parse("200000000-200600000 ---p 00000000 00:00 0"), None);
-        assert_eq!(parse(""), None);
-    }
 
     #[test]
     fn a_process_without_them_has_none() {

@@ -1,6 +1,8 @@
 //! Finds the code of a process that its thread is made to run.
 
 use super::arch::{self, Registers};
+use cryopod_host::files::Host;
+use cryopod_host::processes::maps;
 use memchr::memmem;
 use std::fs::File;
 use std::io;
@@ -29,32 +31,22 @@ impl Code {
     /// The process has no code that makes a system call.
     pub(super) fn find(pid: i32, memory: &File, regs: &Registers) -> io::Result<Self> {
         let (stack, thread) = (arch::stack(regs), arch::thread(regs));
-        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
         let mut places: Vec<(u8, Range<u64>)> = Vec::new();
         let mut stack_area = stack..stack;
-        for line in maps.lines() {
-            let mut words = line.split_whitespace();
-            let number = |text| u64::from_str_radix(text, 16).ok();
-            let range = words.next().and_then(|range| range.split_once('-'));
-            let Some((Some(start), Some(end))) = range.map(|(a, b)| (number(a), number(b))) else {
-                continue;
-            };
-            let executable = words.next().is_some_and(|mode| mode.contains('x'));
-            let path = words.nth(3).unwrap_or_default();
-            let own = path == "[stack]" || (stack..end).contains(&thread);
-            if own && (start..end).contains(&stack) {
-                stack_area = start..end;
+        maps::for_each(&Host::system(), pid, |mapping| {
+            let (range, path) = (mapping.addresses, mapping.name);
+            let own = path == "[stack]" || (stack..range.end).contains(&thread);
+            if own && range.contains(&stack) {
+                stack_area = range.clone();
             }
             match path {
                 "[vsyscall]" => {}
-                _ if !executable => {}
-                "[vdso]" => places.push((0, start..end)),
-                path if path.contains("/libc") || path.contains("/ld-") => {
-                    places.push((1, start..end))
-                }
-                _ => places.push((2, start..end)),
+                _ if !mapping.executable => {}
+                "[vdso]" => places.push((0, range)),
+                path if path.contains("/libc") || path.contains("/ld-") => places.push((1, range)),
+                _ => places.push((2, range)),
             }
-        }
+        })?;
         places.sort_by_key(|(order, _)| *order);
         let (mut any, mut returning, mut signal_return) = (None, None, None);
         let mut bytes = vec![0; READ];

@@ -2,6 +2,8 @@
 
 use super::{Buffer, Place, VramFiles};
 use crate::inject::{Injection, Seized};
+use cryopod_host::files::Host;
+use cryopod_host::processes::maps;
 use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::File;
 use std::io;
@@ -45,12 +47,11 @@ impl VramFiles {
 
 fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
     let inode = buffer.file.metadata()?.ino();
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", place.pid))?;
-    let start = format!("{:x}-", place.address);
-    Ok(maps
-        .lines()
-        .filter(|line| line.starts_with(&start))
-        .any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str())))
+    let mut found = false;
+    maps::for_each(&Host::system(), place.pid, |mapping| {
+        found |= mapping.addresses.start == place.address && mapping.inode == inode;
+    })?;
+    Ok(found)
 }
 
 /// Copies a buffer into private memory of the process; frees each piece as soon as it is there, so that there are never
