@@ -3,6 +3,7 @@
 
 mod common;
 
+use cryopod_test_files::TestFiles;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -50,14 +51,9 @@ fn open(path: &Path, files: &[&PathBuf]) -> Source {
 /// A checkpoint of one layer.
 fn small(dir: &Path) -> Source {
     let root = dir.join("in");
-    fs::create_dir_all(root.join("checkpoint")).unwrap();
-    fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
-    fs::write(
-        root.join("checkpoint/inventory.img"),
-        b"\x19CVT\x16\x311X\0\0\0\0",
-    )
-    .unwrap();
-    fs::write(root.join("checkpoint/pages-1.img"), noise(1, 150_000)).unwrap();
+    root.put("config.dump", common::PODMAN_CONFIG);
+    root.put("checkpoint/inventory.img", b"\x19CVT\x16\x311X\0\0\0\0");
+    root.put("checkpoint/pages-1.img", noise(1, 150_000));
     Source::open(&root).unwrap()
 }
 

@@ -3,6 +3,7 @@
 
 mod common;
 
+use cryopod_test_files::TestFiles;
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -20,10 +21,9 @@ static NEVER: AtomicBool = AtomicBool::new(false);
 fn checkpoint(dir: &Path) -> (PathBuf, Vec<u8>) {
     let root = dir.join("in");
     let images = root.join("checkpoint");
-    fs::create_dir_all(&images).unwrap();
-    fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
-    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X").unwrap();
-    fs::write(images.join("pages-1.img"), common::noise(7, 3 << 20)).unwrap();
+    root.put("config.dump", common::PODMAN_CONFIG);
+    images.put("inventory.img", b"\x19CVT\x16\x311X");
+    images.put("pages-1.img", common::noise(7, 3 << 20));
     let memory = common::noise(1, 70 << 20);
     let region = vram::MemorySource {
         id: "gpu",

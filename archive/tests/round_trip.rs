@@ -3,6 +3,7 @@
 
 mod common;
 
+use cryopod_test_files::TestFiles;
 use std::collections::BTreeMap;
 use std::fs;
 
@@ -110,7 +111,7 @@ fn the_same_input_gives_the_same_bytes() {
         );
         pack(&source, &to, &options(threads)).unwrap();
         // Times and owners of the input are not part of it.
-        fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
+        root.put("config.dump", common::PODMAN_CONFIG);
     }
     assert!(digests.windows(2).all(|d| d[0] == d[1]), "{digests:?}");
     let tar = |n: usize| fs::read(dir.path().join(format!("{n}.tar.zst"))).unwrap();
@@ -221,9 +222,8 @@ fn every_chunk_of_the_vram_is_checked_in_every_form() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("in");
     let images = root.join("checkpoint");
-    fs::create_dir_all(&images).unwrap();
-    fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
-    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X").unwrap();
+    root.put("config.dump", common::PODMAN_CONFIG);
+    images.put("inventory.img", b"\x19CVT\x16\x311X");
     let memory = [
         common::half(1, 3 << 20),
         common::noise(2, 1 << 20),
@@ -246,7 +246,7 @@ fn every_chunk_of_the_vram_is_checked_in_every_form() {
             "host": {"kernel": "6", "arch": "x86_64", "cgroup": "v2"},
             "gpu": {"vendors": ["nvidia"], "nodes": [], "gpus": [], "processes": [], "plugins": [], "vram": vram},
             "timings": {"plan_us": 0, "dump_us": 0}});
-        fs::write(images.join("cryopod.json"), metadata.to_string()).unwrap();
+        images.put("cryopod.json", metadata.to_string());
     };
     metadata(&written.facts);
 
@@ -314,8 +314,8 @@ fn images_alone_are_carried_and_no_export_file_is_made_of_them() {
     let dir = tempfile::tempdir().unwrap();
     let images = dir.path().join("images");
     fs::create_dir(&images).unwrap();
-    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X\0\0\0\0").unwrap();
-    fs::write(images.join("pages-1.img"), common::noise(1, 1 << 20)).unwrap();
+    images.put("inventory.img", b"\x19CVT\x16\x311X\0\0\0\0");
+    images.put("pages-1.img", common::noise(1, 1 << 20));
     let at = |name: &str| dir.path().join(name);
     let options = PackOptions::default();
     let tar = |name: &str| Destination::parse(at(name).to_str().unwrap());
@@ -355,7 +355,7 @@ fn only_archives_are_replaced() {
     let source = Source::open(&root).unwrap();
     let home = dir.path().join("home");
     fs::create_dir(&home).unwrap();
-    fs::write(home.join("thesis"), "years").unwrap();
+    home.put("thesis", "years");
     let replace = PackOptions {
         replace: true,
         ..PackOptions::default()

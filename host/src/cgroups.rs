@@ -174,6 +174,7 @@ fn remove_one(directory: &Path, end: Instant) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn own_cgroups_in_version_1() {
@@ -193,14 +194,10 @@ mod tests {
     #[test]
     fn only_what_was_not_there() {
         let dir = tempfile::tempdir().unwrap();
-        let make = |p: &str| fs::create_dir_all(dir.path().join(p)).unwrap();
+        let make = |p: &str| dir.dir(p);
         make("proc/self");
         make("sys/fs/cgroup/there");
-        fs::write(
-            dir.path().join("proc/self/mountinfo"),
-            "30 20 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n31 20 0:50 / /mnt rw - tmpfs tmpfs rw\n",
-        )
-        .unwrap();
+        dir.put("proc/self/mountinfo", "30 20 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n31 20 0:50 / /mnt rw - tmpfs tmpfs rw\n");
         let host = Host::at(dir.path());
         make("sys/fs/cgroup/left/sub");
         make("sys/fs/cgroup/taken/sub");
@@ -211,7 +208,7 @@ mod tests {
             ("taken/sub", "1\n"),
         ] {
             let file = dir.path().join("sys/fs/cgroup").join(cgroup);
-            fs::write(file.join("cgroup.procs"), pids).unwrap();
+            file.put("cgroup.procs", pids);
         }
         let vacant = |path: &str| !Cgroups::vacant(&host, Path::new(path)).0.is_empty();
         assert!(vacant("left") && !vacant("taken"));
@@ -252,9 +249,9 @@ mod tests {
     #[test]
     fn setups() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+        dir.dir("proc/self");
         let with = |text: &str| {
-            std::fs::write(dir.path().join("proc/self/cgroup"), text).unwrap();
+            dir.put("proc/self/cgroup", text);
             setup(&Host::at(dir.path()))
         };
         assert_eq!(with("0::/x\n"), Setup::V2);
@@ -269,14 +266,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
         let unified = dir.path().join("sys/fs/cgroup/unified");
-        std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+        dir.dir("proc/self");
         std::fs::create_dir_all(&unified).unwrap();
         let own = dir.path().join("proc/self/cgroup");
         std::fs::write(&own, "4:memory:/\n0::/\n").unwrap();
         assert_eq!(beside_v1(&host), None);
-        std::fs::write(unified.join("cgroup.controllers"), "\n").unwrap();
+        unified.put("cgroup.controllers", "\n");
         assert_eq!(beside_v1(&host), None);
-        std::fs::write(unified.join("cgroup.controllers"), "hugetlb\n").unwrap();
+        unified.put("cgroup.controllers", "hugetlb\n");
         assert_eq!(beside_v1(&host).as_deref(), Some("hugetlb"));
         std::fs::write(&own, "0::/\n").unwrap();
         assert_eq!(beside_v1(&host), None);

@@ -142,21 +142,20 @@ fn entry(root: &File, path: &Path) -> Option<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use serde_json::json;
-    use std::os::unix::fs::symlink;
 
     #[test]
     fn links_are_followed_within_the_root() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("b/rootfs");
-        std::fs::create_dir_all(root.join("var/lib")).unwrap();
-        std::fs::create_dir_all(root.join("run")).unwrap();
-        symlink("/run", root.join("var/run")).unwrap();
-        symlink("../run", root.join("var/rel")).unwrap();
-        symlink("../../../../../../etc", root.join("var/out")).unwrap();
-        symlink("loop", root.join("var/loop")).unwrap();
-        symlink("run/there", root.join("var/chain")).unwrap();
-        symlink("../var/lib", root.join("run/there")).unwrap();
+        root.dir("var/lib");
+        root.link("var/run", "/run");
+        root.link("var/rel", "../run");
+        root.link("var/out", "../../../../../../etc");
+        root.link("var/loop", "loop");
+        root.link("var/chain", "run/there");
+        root.link("run/there", "../var/lib");
         let mounts: Vec<_> = [
             "/var/run/secrets/x",
             "/var/rel/secrets/",

@@ -311,6 +311,7 @@ pub fn of_host(host: &Host, vendor: Vendor) -> Vec<DeviceNode> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn names() {
@@ -379,9 +380,8 @@ mod tests {
                 .unwrap_err()
                 .contains("nvidia-uvm is not loaded")
         );
-        std::fs::create_dir_all(dir.path().join("proc")).unwrap();
         let list = "Character devices:\n  1 mem\n 21 sg\n195 nvidiactl\n511 nvidia-uvm\n\nBlock devices:\n  7 nvidia-uvm\n";
-        std::fs::write(dir.path().join("proc/devices"), list).unwrap();
+        dir.put("proc/devices", list);
         assert!(told("/dev/nvidia-uvm", 511).is_ok());
         assert!(told("/dev/nvidia-uvm", 7).is_err(), "a block device's");
         assert!(
@@ -406,8 +406,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for (minor, id) in [(128, "0x1002"), (129, "0x10de"), (130, "0x8086")] {
             let d = dir.path().join(format!("sys/dev/char/226:{minor}/device"));
-            std::fs::create_dir_all(&d).unwrap();
-            std::fs::write(d.join("vendor"), format!("{id}\n")).unwrap();
+            d.put("vendor", format!("{id}\n"));
         }
         let host = Host::at(dir.path());
         let id = |minor| identify(&host, &format!("/dev/dri/renderD{minor}"), 226, minor);

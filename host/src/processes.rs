@@ -293,6 +293,7 @@ fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs::File;
     use std::os::fd::AsRawFd;
 
@@ -327,13 +328,12 @@ mod tests {
         let pids: Vec<i32> = (100..400).rev().collect();
         for pid in &pids {
             let of = dir.path().join(format!("proc/{pid}"));
-            fs::create_dir_all(of.join("fd")).unwrap();
-            std::os::unix::fs::symlink("/dev/null", of.join("fd/3")).unwrap();
+            of.link("fd/3", "/dev/null");
             let text = format!(
                 "Name:\tx\nNSpid:\t{pid}\t{}\nTracerPid:\t0\nRssAnon:\t 3 kB\nRssFile:\t 50 kB\nRssShmem:\t 1 kB\nVmSwap:\t 0 kB\n",
                 pid - 99
             );
-            fs::write(of.join("status"), text).unwrap();
+            of.put("status", text);
         }
         let scan = Scan::of(&Host::at(dir.path()), &pids);
         assert_eq!(scan.pids(), pids);

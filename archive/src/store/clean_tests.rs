@@ -1,3 +1,4 @@
+use cryopod_test_files::TestFiles;
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -53,8 +54,8 @@ impl Bed {
     fn checkpoint(&self, n: u32, origin: Option<&Origin>) -> (PathBuf, Reference) {
         let images = self.temporary.join(format!("ctrd-checkpoint{n}"));
         fs::create_dir(&images).unwrap();
-        fs::write(images.join("vram-0000.img"), vec![7u8; 1 << 20]).unwrap();
-        fs::write(images.join("a-first.img"), [1u8; 700]).unwrap();
+        images.put("vram-0000.img", vec![7u8; 1 << 20]);
+        images.put("a-first.img", [1u8; 700]);
         let about = About {
             container: "c1",
             created: "2026-01-02T03:04:05Z",
@@ -108,14 +109,12 @@ fn an_entry_lives_as_long_as_something_refers_to_it() {
     fs::remove_dir_all(&images).unwrap();
     assert_eq!(bed.clean(&[]), 0, "containerd's content");
     let _other = bed.checkpoint(2, Some(&bed.origin()));
-    fs::write(bed.blobs().join("bb"), b"no tar").unwrap();
-    fs::write(bed.blobs().join("cc"), vec![3u8; 5000]).unwrap();
-    fs::create_dir(bed.temporary.join("ctrd-checkpoint3")).unwrap();
-    fs::write(
-        bed.temporary.join("ctrd-checkpoint3/cryopod-store.json"),
+    bed.blobs().put("bb", b"no tar");
+    bed.blobs().put("cc", vec![3u8; 5000]);
+    bed.temporary.put(
+        "ctrd-checkpoint3/cryopod-store.json",
         fs::read(bed.store.join(&reference.id).join(names::STORE_REFERENCE)).unwrap(),
-    )
-    .unwrap();
+    );
     let kept = bed.kept(&bed.temporary.join("ctrd-checkpoint3"), "cp");
     fs::remove_dir_all(bed.temporary.join("ctrd-checkpoint3")).unwrap();
     fs::remove_file(&blob).unwrap();
@@ -194,7 +193,7 @@ fn what_killed_processes_left_goes() {
     let left = |name: String| {
         let path = bed.store.join(name);
         fs::create_dir(&path).unwrap();
-        fs::write(path.join("pages-1.img"), "x").unwrap();
+        path.put("pages-1.img", "x");
         path
     };
     let removed = left(format!(".{}{}removed", "0".repeat(32), staging::MARK));

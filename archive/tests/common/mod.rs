@@ -1,6 +1,7 @@
 //! Checkpoints for tests.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part")]
 
+use cryopod_test_files::TestFiles;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,21 +38,19 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
 pub fn checkpoint(dir: &Path) -> PathBuf {
     let root = dir.join("checkpoint-in");
     let images = root.join("checkpoint");
-    fs::create_dir_all(images.join("vram")).unwrap();
-    fs::create_dir_all(root.join("volumes")).unwrap();
-    fs::write(root.join("config.dump"), PODMAN_CONFIG).unwrap();
-    fs::write(
-        root.join("spec.dump"),
+    images.dir("vram");
+    root.put("config.dump", PODMAN_CONFIG);
+    root.put(
+        "spec.dump",
         r#"{"annotations":{"io.kubernetes.cri.sandbox-name":"pod1"}}"#,
-    )
-    .unwrap();
-    fs::write(root.join("rootfs-diff.tar"), half(1, 100_000)).unwrap();
-    fs::write(root.join("volumes/v1.tar"), "").unwrap();
-    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X\0\0\0\0").unwrap();
-    fs::write(images.join("core-1.img"), half(2, 3000)).unwrap();
-    fs::write(images.join("pages-1.img"), half(3, 40 << 20)).unwrap();
-    fs::write(images.join("pages-2.img"), noise(4, (33 << 20) + 5)).unwrap();
-    fs::write(images.join("vram").join("n".repeat(120)), half(5, 70_000)).unwrap();
+    );
+    root.put("rootfs-diff.tar", half(1, 100_000));
+    root.put("volumes/v1.tar", "");
+    images.put("inventory.img", b"\x19CVT\x16\x311X\0\0\0\0");
+    images.put("core-1.img", half(2, 3000));
+    images.put("pages-1.img", half(3, 40 << 20));
+    images.put("pages-2.img", noise(4, (33 << 20) + 5));
+    images.join("vram").put("n".repeat(120), half(5, 70_000));
     root
 }
 

@@ -1,7 +1,7 @@
 //! What is seen late: by a verification, in directories, on the disk.
 
+use cryopod_test_files::TestFiles;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use cryopod_archive::source::Source;
@@ -47,19 +47,18 @@ fn directories_with_traps() {
     let mut count = Count::default();
     let directory = |then: &'static dyn Fn(&Path)| {
         move |p: &Path| {
-            fs::create_dir_all(p.join("checkpoint")).unwrap();
-            fs::write(p.join("config.dump"), PODMAN_CONFIG).unwrap();
-            fs::write(p.join("checkpoint/inventory.img"), INVENTORY).unwrap();
+            p.put("config.dump", PODMAN_CONFIG);
+            p.put("checkpoint/inventory.img", INVENTORY);
             then(p);
         }
     };
     count.refused(
         "a symbolic link to /etc/passwd",
-        directory(&|p| symlink("/etc/passwd", p.join("evil")).unwrap()),
+        directory(&|p| p.link("evil", "/etc/passwd")),
     );
     count.refused(
         "a symbolic link to /etc",
-        directory(&|p| symlink("/etc", p.join("checkpoint/parent")).unwrap()),
+        directory(&|p| p.link("checkpoint/parent", "/etc")),
     );
     count.refused(
         "a fifo",
@@ -73,10 +72,7 @@ fn directories_with_traps() {
             drop(std::os::unix::net::UnixListener::bind(p.join("s")).unwrap());
         }),
     );
-    count.refused(
-        "control characters",
-        directory(&|p| fs::write(p.join("a\nb"), "").unwrap()),
-    );
+    count.refused("control characters", directory(&|p| p.put("a\nb", "")));
     assert_eq!(count.0, 5);
 }
 

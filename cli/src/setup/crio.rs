@@ -84,17 +84,13 @@ mod tests {
     use cryopod_host::programs::SystemTools;
 
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn the_monitor_of_the_default_runtime() {
         let dir = tempfile::tempdir().unwrap();
         let conf = dir.path().join("etc/crio/crio.conf.d");
-        std::fs::create_dir_all(&conf).unwrap();
-        std::fs::write(
-            conf.join("10-crio.conf"),
-            "[crio.runtime]\ndefault_runtime = \"crun\"\n[crio.runtime.runtimes.runc]\nmonitor_path = \"/other\"\n[crio.runtime.runtimes.crun]\nruntime_path = \"/usr/libexec/crio/crun\"\nmonitor_path = \"/usr/libexec/crio/conmon\" # theirs\n",
-        )
-        .unwrap();
+        conf.put("10-crio.conf", "[crio.runtime]\ndefault_runtime = \"crun\"\n[crio.runtime.runtimes.runc]\nmonitor_path = \"/other\"\n[crio.runtime.runtimes.crun]\nruntime_path = \"/usr/libexec/crio/crun\"\nmonitor_path = \"/usr/libexec/crio/conmon\" # theirs\n");
         let (host, tools) = (Host::at(dir.path()), SystemTools::with_path(""));
         let wanted = WantedSetup {
             host: &host,
@@ -121,7 +117,7 @@ mod tests {
         let want = "[crio.runtime.runtimes.cryopod]\nruntime_path = \"/opt/cryopod/bin/cryopod-runtime\"\nruntime_type = \"oci\"\nruntime_root = \"/run/cryopod-runtime\"\nmonitor_path = \"/usr/libexec/crio/conmon\"\n";
         assert_eq!(text, &format!("{HEAD}{want}"));
         assert_eq!(without(text), None);
-        std::fs::write(conf.join("90-cryopod.conf"), text).unwrap();
+        conf.put("90-cryopod.conf", text);
         assert!(super::changes(&wanted).unwrap().is_empty());
     }
 }

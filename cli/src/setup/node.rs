@@ -197,11 +197,11 @@ pub fn change_root(root: &Path) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
-    use std::fs;
 
     use cryopod_host::programs::{Output, ToolError};
 
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     struct Node(&'static [&'static str]);
 
@@ -227,12 +227,11 @@ mod tests {
         assert_eq!(of(&["containerd"]), Some(NodeRuntime::Containerd));
         assert_eq!(of(&["crio"]), Some(NodeRuntime::Crio));
         assert_eq!(of(&["crio", "containerd"]), Some(NodeRuntime::Containerd));
-        fs::create_dir_all(dir.path().join("run/crio")).unwrap();
-        fs::write(dir.path().join("run/crio/crio.sock"), "").unwrap();
+        dir.put("run/crio/crio.sock", "");
         assert_eq!(of(&["crio", "containerd"]), Some(NodeRuntime::Crio));
         for (name, runtime) in [("rke2", NodeRuntime::Rke2), ("k3s", NodeRuntime::K3s)] {
             let path = format!("var/lib/rancher/{name}/agent/etc/containerd");
-            fs::create_dir_all(dir.path().join(path)).unwrap();
+            dir.dir(path);
             assert_eq!(of(&["crio", "containerd"]), Some(runtime));
         }
     }

@@ -204,8 +204,9 @@ fn mig_minors(host: &Host) -> BTreeSet<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs;
-    use std::os::unix::fs::symlink;
+
     use std::path::Path;
 
     /// Mappings of a plain CUDA process, as seen on a real one.
@@ -213,22 +214,19 @@ mod tests {
 
     fn machine(driver: &str) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        let proc = dir.path().join("proc/driver/nvidia");
-        fs::create_dir_all(&proc).unwrap();
         let text =
             format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Release Build\n");
-        fs::write(proc.join("version"), text).unwrap();
+        dir.put("proc/driver/nvidia/version", text);
         dir
     }
 
     fn process(root: &Path, pid: i32, maps: &str, environment: &str) {
         let proc = root.join(format!("proc/{pid}"));
-        fs::create_dir_all(proc.join("fd")).unwrap();
-        fs::create_dir_all(proc.join("root/tmp")).unwrap();
-        fs::write(proc.join("comm"), "python3\n").unwrap();
-        fs::write(proc.join("maps"), format!("{PLAIN}{maps}")).unwrap();
-        fs::write(proc.join("environ"), environment).unwrap();
-        symlink("/dev/nvidia0", proc.join("fd/3")).unwrap();
+        proc.dir("root/tmp");
+        proc.put("comm", "python3\n");
+        proc.put("maps", format!("{PLAIN}{maps}"));
+        proc.put("environ", environment);
+        proc.link("fd/3", "/dev/nvidia0");
     }
 
     fn told(root: &Path, pids: &[i32]) -> Vec<String> {
@@ -298,14 +296,13 @@ mod tests {
             [""; 0],
             "named, but nobody serves it"
         );
-        fs::create_dir_all(dir.path().join("proc/7/root/mps")).unwrap();
-        fs::write(dir.path().join("proc/7/root/mps/control"), "").unwrap();
+        dir.put("proc/7/root/mps/control", "");
         assert_eq!(
             told(dir.path(), &[7]),
             ["7 it is a client of NVIDIA MPS (/mps)"]
         );
         process(dir.path(), 8, "", "");
-        symlink("/tmp/nvidia-mps/log", dir.path().join("proc/8/fd/4")).unwrap();
+        dir.link("proc/8/fd/4", "/tmp/nvidia-mps/log");
         assert_eq!(
             told(dir.path(), &[8]),
             ["8 it is a client of NVIDIA MPS (/tmp/nvidia-mps)"]
@@ -320,25 +317,12 @@ mod tests {
         let mig = dir
             .path()
             .join("proc/driver/nvidia/capabilities/gpu0/mig/gi1");
-        fs::create_dir_all(mig.join("ci0")).unwrap();
-        fs::write(
-            mig.join("access"),
-            "DeviceFileMinor: 12\nDeviceFileMode: 292\n",
-        )
-        .unwrap();
-        fs::write(mig.join("ci0/access"), "DeviceFileMinor: 13\n").unwrap();
+        mig.put("access", "DeviceFileMinor: 12\nDeviceFileMode: 292\n");
+        mig.put("ci0/access", "DeviceFileMinor: 13\n");
         process(dir.path(), 7, "", "");
-        symlink(
-            "/dev/nvidia-caps/nvidia-cap2",
-            dir.path().join("proc/7/fd/4"),
-        )
-        .unwrap();
+        dir.link("proc/7/fd/4", "/dev/nvidia-caps/nvidia-cap2");
         assert_eq!(told(dir.path(), &[7]), [""; 0], "cap2 is for monitoring");
-        symlink(
-            "/dev/nvidia-caps/nvidia-cap13",
-            dir.path().join("proc/7/fd/5"),
-        )
-        .unwrap();
+        dir.link("proc/7/fd/5", "/dev/nvidia-caps/nvidia-cap13");
         let what = "7 it runs on a MIG instance (/dev/nvidia-caps/nvidia-cap13)";
         assert_eq!(told(dir.path(), &[7]), [what]);
         process(dir.path(), 8, "", "NVIDIA_VISIBLE_DEVICES=MIG-1234\0");

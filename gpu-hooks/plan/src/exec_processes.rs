@@ -111,19 +111,19 @@ fn comm(host: &Host, pid: i32) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use serde_json::json;
     use std::cell::Cell;
-    use std::os::unix::fs::symlink;
+
     use std::path::Path;
 
     fn process(root: &Path, pid: i32, parent: i32, namespace: &str, cgroup: &str, state: char) {
         let dir = root.join(format!("proc/{pid}"));
-        fs::create_dir_all(dir.join("ns")).unwrap();
-        fs::write(dir.join("stat"), format!("{pid} (x) {state} {parent} 0")).unwrap();
-        fs::write(dir.join("comm"), "x\n").unwrap();
+        dir.put("stat", format!("{pid} (x) {state} {parent} 0"));
+        dir.put("comm", "x\n");
         let cgroups = format!("3:cpu,cpuacct:/\n2:freezer:{cgroup}\n0::/\n");
-        fs::write(dir.join("cgroup"), cgroups).unwrap();
-        symlink(namespace, dir.join("ns/pid")).unwrap();
+        dir.put("cgroup", cgroups);
+        dir.link("ns/pid", namespace);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 use super::*;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 
 const MOUNTS: &str =
@@ -9,25 +9,19 @@ const MOUNTS: &str =
 
 fn process(root: &Path, pid: i32, fds: &[(&str, u64)], maps: &str, tracer: i32) {
     let dir = root.join(format!("proc/{pid}"));
-    fs::create_dir_all(dir.join("fd")).unwrap();
-    fs::create_dir_all(dir.join("fdinfo")).unwrap();
-    fs::create_dir_all(dir.join("ns")).unwrap();
-    symlink("mnt:[4026532]", dir.join("ns/mnt")).unwrap();
-    fs::write(dir.join("comm"), "python3\n").unwrap();
-    fs::write(
-        dir.join("status"),
-        format!("Name:\tpython3\nTracerPid:\t{tracer}\n"),
-    )
-    .unwrap();
-    fs::write(dir.join("maps"), maps).unwrap();
-    fs::write(dir.join("mountinfo"), MOUNTS).unwrap();
+    dir.dir("fd");
+    dir.dir("fdinfo");
+    dir.link("ns/mnt", "mnt:[4026532]");
+    dir.put("comm", "python3\n");
+    dir.put("status", format!("Name:\tpython3\nTracerPid:\t{tracer}\n"));
+    dir.put("maps", maps);
+    dir.put("mountinfo", MOUNTS);
     for (n, (target, mount)) in fds.iter().enumerate() {
-        symlink(target, dir.join(format!("fd/{n}"))).unwrap();
-        fs::write(
-            dir.join(format!("fdinfo/{n}")),
+        dir.link(format!("fd/{n}"), target);
+        dir.put(
+            format!("fdinfo/{n}"),
             format!("pos:\t0\nflags:\t02\nmnt_id:\t{mount}\nino:\t7\n"),
-        )
-        .unwrap();
+        );
     }
 }
 
@@ -148,12 +142,8 @@ fn a_file_that_a_process_keeps_in_its_own_mount_namespace() {
     process(dir.path(), 8, &[(file.to_str().unwrap(), 50)], "", 0);
     let other = dir.path().join("proc/8");
     fs::remove_file(other.join("ns/mnt")).unwrap();
-    symlink("mnt:[4026999]", other.join("ns/mnt")).unwrap();
-    fs::write(
-        other.join("mountinfo"),
-        "90 89 0:48 / / rw - overlay overlay rw\n",
-    )
-    .unwrap();
+    other.link("ns/mnt", "mnt:[4026999]");
+    other.put("mountinfo", "90 89 0:48 / / rw - overlay overlay rw\n");
     assert_eq!(told(dir.path(), &[7, 8], json!({})), [""; 0]);
     assert_eq!(told(dir.path(), &[8], json!({})).len(), 1);
 }
@@ -190,7 +180,7 @@ fn connections_of_the_container_only() {
         line("00000000:1F90", "00000000:0000", "0A", 103),
     ]
     .concat();
-    fs::write(net.join("tcp"), text).unwrap();
+    net.put("tcp", text);
     let six = format!(
         "{head}{}",
         line(
@@ -200,7 +190,7 @@ fn connections_of_the_container_only() {
             103
         )
     );
-    fs::write(net.join("tcp6"), six).unwrap();
+    net.put("tcp6", six);
     let host = Host::at(dir.path());
     let scan = Scan::of(&host, &[7]);
     let sockets = |criu: &[u32], kernel: &[u32]| undumpable_sockets(&scan, &host, 7, criu, kernel);

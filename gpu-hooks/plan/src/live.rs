@@ -167,24 +167,19 @@ fn vendor_of_file(path: &Path) -> Option<Vendor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::symlink;
+    use cryopod_test_files::TestFiles;
 
     fn process(root: &Path, pid: i32, parent: i32, comm: &str) {
         let dir = root.join(format!("proc/{pid}"));
-        fs::create_dir_all(dir.join("fd")).unwrap();
+        dir.dir("fd");
         let tail = "0 ".repeat(17);
-        fs::write(
-            dir.join("stat"),
-            format!("{pid} ({comm}) S {parent} {tail}4711 0"),
-        )
-        .unwrap();
-        fs::write(dir.join("comm"), format!("{comm}\n")).unwrap();
-        fs::write(
-            dir.join("status"),
+        dir.put("stat", format!("{pid} ({comm}) S {parent} {tail}4711 0"));
+        dir.put("comm", format!("{comm}\n"));
+        dir.put(
+            "status",
             format!("Name:\t{comm}\nNSpid:\t{pid}\t{}\n", pid - 99),
-        )
-        .unwrap();
-        fs::write(dir.join("maps"), "").unwrap();
+        );
+        dir.put("maps", "");
     }
 
     #[test]
@@ -212,23 +207,14 @@ mod tests {
             process(dir.path(), pid, 1, "worker");
         }
         let proc = dir.path().join("proc");
-        symlink("/dev/nvidiactl", proc.join("100/fd/3")).unwrap();
-        fs::write(
-            proc.join("101/maps"),
-            "7f00-7f01 rw-s 00000000 00:05 12   /dev/kfd\n",
-        )
-        .unwrap();
-        fs::write(
-            proc.join("102/maps"),
+        proc.link("100/fd/3", "/dev/nvidiactl");
+        proc.put("101/maps", "7f00-7f01 rw-s 00000000 00:05 12   /dev/kfd\n");
+        proc.put(
+            "102/maps",
             "7f00-7f01 r-xp 00000000 00:05 12   /usr/lib/libcuda.so.580.1 (deleted)\n",
-        )
-        .unwrap();
-        symlink("/dev/null", proc.join("103/fd/0")).unwrap();
-        fs::write(
-            proc.join("104/maps"),
-            "7f00-7f01 rw-p 00000000 00:00 0  [heap]\n",
-        )
-        .unwrap();
+        );
+        proc.link("103/fd/0", "/dev/null");
+        proc.put("104/maps", "7f00-7f01 rw-p 00000000 00:00 0  [heap]\n");
         let host = Host::at(dir.path());
         let found = users(&Scan::of(&host, &[100, 101, 102, 103, 104, 105, 999]), &[]);
         let short: Vec<_> = found
@@ -265,9 +251,7 @@ mod tests {
     #[test]
     fn a_containers_dev_is_resolved_inside_its_root() {
         let dir = tempfile::tempdir().unwrap();
-        let rootfs = dir.path().join("proc/5/root");
-        fs::create_dir_all(&rootfs).unwrap();
-        symlink("/dev", rootfs.join("dev")).unwrap();
+        dir.link("proc/5/root/dev", "/dev");
         assert!(nodes(&Host::at(dir.path()), 5).is_empty());
         assert!(nodes(&Host::at(dir.path()), 6).is_empty());
     }

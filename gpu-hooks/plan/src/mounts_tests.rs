@@ -1,20 +1,16 @@
 use super::*;
 use crate::ceiling::Lifts;
 use crate::gpus::driver_files::is_driver_place;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
 
 /// A host whose own mounts are `/` (0:43) and `/mnt` (0:50), and a container with these mounts.
 fn host(container: &[&str]) -> (tempfile::TempDir, Host) {
     let dir = tempfile::tempdir().unwrap();
     let proc = dir.path().join("proc");
-    fs::create_dir_all(proc.join("self")).unwrap();
-    fs::create_dir_all(proc.join("100/root")).unwrap();
-    fs::write(
-        proc.join("self/mountinfo"),
-        "20 1 0:43 / / rw - overlay overlay rw\n21 20 0:50 / /mnt rw - tmpfs tmpfs rw\n22 20 0:54 / /dev rw - tmpfs dev rw\n",
-    )
-    .unwrap();
-    fs::write(proc.join("100/mountinfo"), container.join("\n")).unwrap();
+    proc.dir("100/root");
+    proc.put("self/mountinfo", "20 1 0:43 / / rw - overlay overlay rw\n21 20 0:50 / /mnt rw - tmpfs tmpfs rw\n22 20 0:54 / /dev rw - tmpfs dev rw\n");
+    proc.put("100/mountinfo", container.join("\n"));
     let host = Host::at(dir.path());
     (dir, host)
 }
@@ -218,11 +214,7 @@ fn refused_by_name() {
         .provide(mount("/x", "/opt/nv/../../etc/shadow"))
         .unwrap_err();
     assert!(e.contains("no clean path"), "{e}");
-    std::os::unix::fs::symlink(
-        t.dir.path().join("etc/shadow"),
-        t.dir.path().join("opt/nv/link"),
-    )
-    .unwrap();
+    t.dir.link("opt/nv/link", t.dir.path().join("etc/shadow"));
     let e = t.provide(mount("/x", "/opt/nv/link")).unwrap_err();
     assert!(e.contains("none of the driver's places"), "{e}");
     let mut directory = mount("/x", "/opt/nv/lib.so");
@@ -246,8 +238,8 @@ fn refused_by_name() {
 fn a_link_in_the_containers_own_volume_leads_nowhere() {
     let t = Target::with(&["/mnt/sub/x", "/etc/shadow"]);
     let shadow = t.dir.path().join("etc/shadow");
-    std::os::unix::fs::symlink(&shadow, t.dir.path().join("mnt/sub/link")).unwrap();
-    std::os::unix::fs::symlink("../../etc", t.dir.path().join("mnt/sub/directory")).unwrap();
+    t.dir.link("mnt/sub/link", &shadow);
+    t.dir.link("mnt/sub/directory", "../../etc");
     for inside in ["/data/sub/link", "/data/sub/directory/shadow"] {
         let e = t.provide(mount(inside, "/old/x")).unwrap_err();
         assert!(

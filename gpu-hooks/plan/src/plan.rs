@@ -233,8 +233,7 @@ fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
 mod tests {
     use super::*;
     use cryopod_host::nodes::NodeRole;
-    use std::fs;
-    use std::os::unix::fs::symlink;
+    use cryopod_test_files::TestFiles;
 
     fn node(path: &str, vendor: Vendor, role: NodeRole, minor: u64) -> DeviceNode {
         DeviceNode::new(path, (vendor, role), (195, minor))
@@ -244,17 +243,13 @@ mod tests {
     fn host(target: &str) -> (tempfile::TempDir, Host) {
         let dir = tempfile::tempdir().unwrap();
         let p = dir.path().join("proc/100");
-        fs::create_dir_all(p.join("fd")).unwrap();
-        fs::write(p.join("stat"), "100 (python3) S 1 0").unwrap();
-        fs::write(p.join("comm"), "python3\n").unwrap();
-        symlink(target, p.join("fd/3")).unwrap();
-        let g = dir.path().join("proc/driver/nvidia/gpus/0000:65:00.0");
-        fs::create_dir_all(&g).unwrap();
-        fs::write(
-            g.join("information"),
+        p.put("stat", "100 (python3) S 1 0");
+        p.put("comm", "python3\n");
+        p.link("fd/3", target);
+        dir.put(
+            "proc/driver/nvidia/gpus/0000:65:00.0/information",
             "Model: X\nGPU UUID: GPU-1\nDevice Minor: 0\n",
-        )
-        .unwrap();
+        );
         let host = Host::at(dir.path());
         (dir, host)
     }

@@ -1,5 +1,6 @@
 //! Tests reading the topology of a host from its files.
 
+use cryopod_test_files::TestFiles;
 use std::fs;
 use std::path::Path;
 
@@ -10,8 +11,8 @@ use cryopod_host::files::Host;
 fn write(root: &Path, t: &Topology) {
     for n in &t.nodes {
         let dir = root.join(format!("sys/class/kfd/kfd/topology/nodes/{}", n.id));
-        fs::create_dir_all(dir.join("mem_banks/0")).unwrap();
-        fs::write(dir.join("gpu_id"), format!("{}\n", n.gpu_id)).unwrap();
+        dir.dir("mem_banks/0");
+        dir.put("gpu_id", format!("{}\n", n.gpu_id));
         let p = &n.properties;
         let mut text = format!(
             "cpu_cores_count {}\nlocation_id {}\n",
@@ -22,13 +23,12 @@ fn write(root: &Path, t: &Topology) {
         for (name, value) in more {
             text.push_str(&format!("{name} {value}\n"));
         }
-        fs::write(dir.join("properties"), text).unwrap();
+        dir.put("properties", text);
         let heap = if p.vram_public == 1 { 1 } else { 2 };
-        fs::write(
-            dir.join("mem_banks/0/properties"),
+        dir.put(
+            "mem_banks/0/properties",
             format!("heap_type {heap}\nsize_in_bytes {}\nflags 0\n", p.vram_size),
-        )
-        .unwrap();
+        );
     }
 }
 
@@ -68,13 +68,9 @@ fn what_cannot_be_read_is_left_out_and_noted() {
             .join(format!("sys/class/kfd/kfd/topology/nodes/{n}"))
     };
     // As for a GPU that the device cgroup hides.
-    fs::write(node(1).join("gpu_id"), "").unwrap();
+    node(1).put("gpu_id", "");
     fs::remove_file(node(2).join("properties")).unwrap();
-    fs::write(
-        node(3).join("mem_banks/0/properties"),
-        "heap_type 0\nsize_in_bytes 5\n",
-    )
-    .unwrap();
+    node(3).put("mem_banks/0/properties", "heap_type 0\nsize_in_bytes 5\n");
     fs::create_dir_all(node(8)).unwrap();
     let read = Topology::read(&Host::at(dir.path()));
     let mut left: Vec<u32> = read.nodes.iter().map(|n| n.id).collect();
@@ -87,7 +83,7 @@ fn what_cannot_be_read_is_left_out_and_noted() {
         .collect();
     noted.sort_unstable();
     assert_eq!(noted, [(1, false), (2, true), (3, true), (8, false)]);
-    fs::write(node(4).join("properties"), "simd_count\n").unwrap();
+    node(4).put("properties", "simd_count\n");
     let read = Topology::read(&Host::at(dir.path()));
     assert!(
         read.unreadable

@@ -68,19 +68,17 @@ pub fn gpus(host: &Host) -> Vec<Gpu> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
+    use cryopod_test_files::TestFiles;
 
     const INFORMATION: &str = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 62\nGPU UUID: \t GPU-1b7a1d2e-0000-1111-2222-333344445555\nVideo BIOS: \t 96.00.b7.00.01\nBus Type: \t PCIe\nDMA Size: \t 52 bits\nDMA Mask: \t 0xfffffffffffff\nBus Location: \t 0000:65:00.0\nDevice Minor: \t 3\nGPU Firmware: \t 580.159.04\nGPU Excluded:\t No\n";
 
     fn host(version: &str, gpus: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
         let dir = tempfile::tempdir().unwrap();
         let proc = dir.path().join("proc/driver/nvidia");
-        fs::create_dir_all(&proc).unwrap();
-        fs::write(proc.join("version"), version).unwrap();
+        proc.put("version", version);
         for (pci, text) in gpus {
             let d = proc.join("gpus").join(pci);
-            fs::create_dir_all(&d).unwrap();
-            fs::write(d.join("information"), text).unwrap();
+            d.put("information", text);
         }
         let host = Host::at(dir.path());
         (dir, host)

@@ -1,5 +1,6 @@
 use super::*;
 use cryopod_archive::metadata::GpuUse;
+use cryopod_test_files::TestFiles;
 use serde_json::{Map, json};
 
 const G: u64 = 1 << 30;
@@ -302,9 +303,8 @@ fn what_a_checkpoint_needs() {
 #[test]
 fn host_memory() {
     let dir = tempfile::tempdir().unwrap();
-    std::fs::create_dir_all(dir.path().join("proc")).unwrap();
     let text = "MemTotal:       24000000 kB\nMemFree: 1 kB\nMemAvailable:   22000000 kB\n";
-    std::fs::write(dir.path().join("proc/meminfo"), text).unwrap();
+    dir.put("proc/meminfo", text);
     assert_eq!(
         available_memory(&Host::at(dir.path())),
         Some(22_000_000 << 10)

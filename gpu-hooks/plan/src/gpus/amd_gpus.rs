@@ -103,9 +103,9 @@ fn vram_bytes(host: &Host, dir: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
 
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn the_hosts_gpus() {
@@ -114,15 +114,13 @@ mod tests {
             let d = dir
                 .path()
                 .join(format!("sys/class/kfd/kfd/topology/nodes/{n}"));
-            fs::create_dir_all(d.join("mem_banks/0")).unwrap();
-            fs::write(d.join("gpu_id"), gpu_id).unwrap();
-            fs::write(d.join("name"), "aldebaran\n").unwrap();
-            fs::write(d.join("properties"), properties).unwrap();
-            fs::write(
-                d.join("mem_banks/0/properties"),
+            d.put("gpu_id", gpu_id);
+            d.put("name", "aldebaran\n");
+            d.put("properties", properties);
+            d.put(
+                "mem_banks/0/properties",
                 "heap_type 1\nsize_in_bytes 68702699520\n",
-            )
-            .unwrap();
+            );
         };
         node(0, "0\n", "cpu_cores_count 64\n");
         node(
@@ -150,8 +148,7 @@ mod tests {
         );
         assert_eq!((gpus[1].id.as_str(), gpus[1].index), ("0001:44:00.0", 1));
         assert_eq!(driver_version(&host), None);
-        fs::create_dir_all(dir.path().join("proc/sys/kernel")).unwrap();
-        fs::write(dir.path().join("proc/sys/kernel/osrelease"), "6.12.1\n").unwrap();
+        dir.put("proc/sys/kernel/osrelease", "6.12.1\n");
         assert_eq!(driver_version(&host).as_deref(), Some("6.12.1"));
     }
 }

@@ -59,16 +59,15 @@ fn ids(status: &StatusFile) -> Option<Vec<u32>> {
 mod tests {
     use super::*;
     use cryopod_host::processes::Process;
-    use std::fs;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn other_users_need_the_capability() {
         let dir = tempfile::tempdir().unwrap();
         let status = |who: &str, uid: &str, gid: &str, caps: &str| {
             let proc = dir.path().join("proc").join(who);
-            fs::create_dir_all(&proc).unwrap();
             let text = format!("Name:\tx\nUid:\t{uid}\nGid:\t{gid}\nCapEff:\t{caps}\n");
-            fs::write(proc.join("status"), text).unwrap();
+            proc.put("status", text);
         };
         let root = "0\t0\t0\t0";
         status("10", root, root, "0");

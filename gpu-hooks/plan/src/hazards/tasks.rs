@@ -133,7 +133,7 @@ fn same_memory(a: i32, b: i32) -> Option<Ordering> {
 mod tests {
     use super::*;
     use cryopod_host::processes::Fd;
-    use std::os::unix::fs::symlink;
+    use cryopod_test_files::TestFiles;
 
     fn process(pid: i32, fds: usize) -> Process {
         Process {
@@ -160,15 +160,8 @@ mod tests {
     fn a_process_needs_free_descriptors() {
         let dir = tempfile::tempdir().unwrap();
         let proc = dir.path().join("proc/700000001");
-        fs::create_dir_all(&proc).unwrap();
-        fs::write(
-            proc.join("limits"),
-            "Limit                     Soft Limit           Hard Limit           Units     \nMax open files            64                   64                   files     \n",
-        )
-        .unwrap();
-        let own = dir.path().join("proc/self/ns");
-        fs::create_dir_all(&own).unwrap();
-        symlink("cgroup:[1]", own.join("cgroup")).unwrap();
+        proc.put("limits", "Limit                     Soft Limit           Hard Limit           Units     \nMax open files            64                   64                   files     \n");
+        dir.link("proc/self/ns/cgroup", "cgroup:[1]");
         let host = Host::at(dir.path());
         assert_eq!(told(&host, vec![process(700_000_001, 61)]), [""; 0]);
         let said = told(&host, vec![process(700_000_001, 62)]);
@@ -203,9 +196,7 @@ mod tests {
     #[test]
     fn system_v_memory_of_the_host() {
         let dir = tempfile::tempdir().unwrap();
-        let own = dir.path().join("proc/self/ns");
-        fs::create_dir_all(&own).unwrap();
-        symlink("ipc:[1]", own.join("ipc")).unwrap();
+        dir.link("proc/self/ns/ipc", "ipc:[1]");
         for (ipc, refused) in [("ipc:[1]", true), ("ipc:[2]", false)] {
             let mut one = process(700_000_001, 0);
             one.mapped.insert("/SYSV00000000 (deleted)".into());

@@ -5,6 +5,7 @@ use crate::mapping::gpumap::{self, Situation, Wish};
 use cryopod_archive::metadata::EngineNode;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::NodeSource;
+use cryopod_test_files::TestFiles;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use serde_json::json;
 
@@ -21,9 +22,8 @@ fn host(nodes: &[(&str, u64, u64)]) -> Option<(tempfile::TempDir, Host)> {
         let number = makedev(*major, *minor);
         mknod(&path, SFlag::S_IFCHR, Mode::S_IRUSR, number).unwrap();
     }
-    std::fs::create_dir_all(dir.path().join("proc")).unwrap();
     let list = "Character devices:\n  1 mem\n 21 sg\n195 nvidia\n195 nvidiactl\n238 nvidia-uvm\n241 nvidia-caps\n242 kfd\n510 kfd\n511 nvidia-uvm\n";
-    std::fs::write(dir.path().join("proc/devices"), list).unwrap();
+    dir.put("proc/devices", list);
     let host = Host::at(dir.path());
     Some((dir, host))
 }

@@ -60,7 +60,7 @@ impl Edit for OnlyRender {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn what_was_allowed_and_is_not_chosen_is_denied() {
@@ -69,12 +69,11 @@ mod tests {
             let at = dir
                 .path()
                 .join(format!("sys/class/kfd/kfd/topology/nodes/{node}"));
-            fs::create_dir_all(at.join("mem_banks/0")).unwrap();
-            fs::create_dir_all(at.join("io_links")).unwrap();
-            fs::write(at.join("gpu_id"), format!("{node}00")).unwrap();
-            fs::write(at.join("properties"), format!("drm_render_minor {minor}\n")).unwrap();
+            at.dir("io_links");
+            at.put("gpu_id", format!("{node}00"));
+            at.put("properties", format!("drm_render_minor {minor}\n"));
             let bank = "heap_type 1\nsize_in_bytes 1024\n";
-            fs::write(at.join("mem_banks/0/properties"), bank).unwrap();
+            at.put("mem_banks/0/properties", bank);
         }
         let host = Host::at(dir.path());
         let edit = OnlyRender { visible: vec![129] };

@@ -103,6 +103,7 @@ fn shared(host: &Host, spec: &Spec) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use serde_json::json;
 
     #[test]
@@ -132,8 +133,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cgroup = |pid: &str, path: &str| {
             let proc = dir.path().join("proc").join(pid);
-            std::fs::create_dir_all(&proc).unwrap();
-            std::fs::write(proc.join("cgroup"), format!("0::{path}\n")).unwrap();
+            proc.put("cgroup", format!("0::{path}\n"));
         };
         cgroup("10", "/machine.slice/libpod-abc.scope/container");
         cgroup("11", "/system.slice/x.service");

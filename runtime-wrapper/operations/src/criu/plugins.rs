@@ -301,12 +301,12 @@ fn missing(path: &Path, known: &CriuElf, tools: &dyn Tools, limit: Duration) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs;
 
     fn host(os: &str) -> (tempfile::TempDir, Host) {
         let dir = tempfile::tempdir().unwrap();
-        fs::create_dir_all(dir.path().join("etc")).unwrap();
-        fs::write(dir.path().join("etc/os-release"), os).unwrap();
+        dir.put("etc/os-release", os);
         let host = Host::at(dir.path());
         (dir, host)
     }

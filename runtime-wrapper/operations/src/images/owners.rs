@@ -113,8 +113,9 @@ fn unread(path: &Path) -> impl Fn(io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs::Permissions;
-    use std::os::unix::fs::{PermissionsExt, chown, symlink};
+    use std::os::unix::fs::{PermissionsExt, chown};
     use std::path::PathBuf;
 
     fn chmod(path: &Path, mode: u32) {
@@ -126,9 +127,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         chmod(dir.path(), 0o755);
         let images = dir.path().canonicalize().unwrap().join("reachable/c1");
-        fs::create_dir_all(images.join("blobs/sha256")).unwrap();
-        fs::write(images.join("blobs/sha256/00"), "").unwrap();
-        fs::write(images.join("inventory.img"), "").unwrap();
+        images.put("blobs/sha256/00", "");
+        images.put("inventory.img", "");
         for path in images.ancestors().take(2) {
             chmod(path, 0o755);
         }
@@ -187,14 +187,14 @@ mod tests {
         let (_dir, images) = checkpoint();
         let parent = images.with_file_name("c0");
         fs::create_dir(&parent).unwrap();
-        symlink("../c0", images.join(names::PARENT_LINK)).unwrap();
+        images.link(names::PARENT_LINK, "../c0");
         chmod(&parent, 0o755);
         check(&images).unwrap();
         chmod(&parent, 0o777);
         let error = check(&images).unwrap_err();
         assert!(error.contains("c0 is not root's alone"), "{error}");
         chmod(&parent, 0o755);
-        symlink("../c1", parent.join(names::PARENT_LINK)).unwrap();
+        parent.link(names::PARENT_LINK, "../c1");
         let error = check(&images).unwrap_err();
         assert!(error.contains("without end"), "{error}");
     }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::request::argv::decode;
 use crate::request::lowlevel::RuntimeKind;
+use cryopod_test_files::TestFiles;
 
 #[test]
 fn the_command_line_names_the_overlay() {
@@ -44,15 +45,15 @@ fn links_are_relative_and_go_over_no_other_link() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().canonicalize().unwrap();
     for d in ["images", "earlier", "op/images"] {
-        fs::create_dir_all(dir.join(d)).unwrap();
+        dir.dir(d);
     }
-    fs::write(dir.join("images/pages-1.img"), "pages").unwrap();
-    fs::write(dir.join("images/tmpfs-dev-1.tar.gz.img"), "old").unwrap();
-    fs::write(dir.join("earlier/pages-1.img"), "earlier").unwrap();
-    symlink("../earlier", dir.join("images/parent")).unwrap();
-    symlink("nowhere", dir.join("images/dangling")).unwrap();
+    dir.put("images/pages-1.img", "pages");
+    dir.put("images/tmpfs-dev-1.tar.gz.img", "old");
+    dir.put("earlier/pages-1.img", "earlier");
+    dir.link("images/parent", "../earlier");
+    dir.link("images/dangling", "nowhere");
     let overlay = dir.join("op/images");
-    fs::write(overlay.join("tmpfs-dev-1.tar.gz.img"), "new").unwrap();
+    overlay.put("tmpfs-dev-1.tar.gz.img", "new");
     link_rest(&dir.join("images"), &overlay, &|_| true).unwrap();
     let text = |name: &str| fs::read_to_string(overlay.join(name)).unwrap();
     assert_eq!(text("pages-1.img"), "pages");
@@ -72,12 +73,12 @@ fn links_of_an_archive_lead_nowhere() {
     let (images, overlay) = (dir.path().join("images"), dir.path().join("overlay"));
     fs::create_dir(&images).unwrap();
     fs::create_dir(&overlay).unwrap();
-    fs::create_dir(dir.path().join("earlier")).unwrap();
-    fs::write(dir.path().join("secret"), "").unwrap();
-    fs::write(images.join("inventory.img"), "").unwrap();
-    symlink("../earlier", images.join("parent")).unwrap();
+    dir.dir("earlier");
+    dir.put("secret", "");
+    images.put("inventory.img", "");
+    images.link("parent", "../earlier");
     no_links(&images).unwrap();
-    symlink(dir.path().join("secret"), images.join("pages-1.img")).unwrap();
+    images.link("pages-1.img", dir.path().join("secret"));
     let error = no_links(&images).unwrap_err().to_string();
     assert!(error.contains("pages-1.img"), "{error}");
     link_rest(&images, &overlay, &|_| true).unwrap();
@@ -87,17 +88,16 @@ fn links_of_an_archive_lead_nowhere() {
     // A parent that is a file is no checkpoint either.
     fs::remove_file(images.join("pages-1.img")).unwrap();
     fs::remove_file(images.join("parent")).unwrap();
-    symlink("../secret", images.join("parent")).unwrap();
+    images.link("parent", "../secret");
     assert!(no_links(&images).is_err());
 }
 
 #[test]
 fn what_a_directory_holds() {
     let dir = tempfile::tempdir().unwrap();
-    std::fs::write(dir.path().join("pages-1.img"), [0; 100]).unwrap();
-    std::fs::create_dir(dir.path().join("vram")).unwrap();
-    std::fs::write(dir.path().join("vram/0"), [0; 11]).unwrap();
-    std::os::unix::fs::symlink("/", dir.path().join("link")).unwrap();
+    dir.put("pages-1.img", [0; 100]);
+    dir.put("vram/0", [0; 11]);
+    dir.link("link", "/");
     assert_eq!(directory_bytes(dir.path()), 111);
     assert_eq!(directory_bytes(&dir.path().join("none")), 0);
 }

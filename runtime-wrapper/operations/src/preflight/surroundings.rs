@@ -530,6 +530,7 @@ impl Drop for MountPoints {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use serde_json::json;
 
     fn make(provision: &Provision, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
@@ -541,11 +542,10 @@ mod tests {
     fn mount_points_stay_in_the_root() {
         let dir = tempfile::tempdir().unwrap();
         let rootfs = dir.path().join("b/rootfs");
-        std::fs::create_dir_all(&rootfs).unwrap();
         let outside = dir.path().join("outside");
         std::fs::create_dir(&outside).unwrap();
-        std::os::unix::fs::symlink(&outside, rootfs.join("usr")).unwrap();
-        std::fs::write(rootfs.join("there"), "kept").unwrap();
+        rootfs.link("usr", &outside);
+        rootfs.put("there", "kept");
         let provided = |path: &str, kind| (path.to_owned(), kind);
         let provision = Provision {
             provided: vec![

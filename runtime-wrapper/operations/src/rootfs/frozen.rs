@@ -327,14 +327,14 @@ impl Drop for Frozen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs;
 
     fn host(cgroups: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
-        fs::create_dir_all(dir.path().join("proc/7")).unwrap();
-        fs::write(dir.path().join("proc/7/cgroup"), cgroups).unwrap();
-        fs::write(dir.path().join("proc/7/stat"), "7 (init) t 1 7 7").unwrap();
+        dir.put("proc/7/cgroup", cgroups);
+        dir.put("proc/7/stat", "7 (init) t 1 7 7");
         for (name, text) in files {
             let path = dir.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -416,7 +416,7 @@ mod tests {
             ],
         );
         // Opening it for writing fails, also for root.
-        fs::create_dir(dir.path().join("sys/fs/cgroup/c/cgroup.freeze")).unwrap();
+        dir.dir("sys/fs/cgroup/c/cgroup.freeze");
         Frozen::of(&host, 7).unwrap();
         let below = dir.path().join("sys/fs/cgroup/c/below/cgroup.procs");
         fs::write(below, "8\n").unwrap();

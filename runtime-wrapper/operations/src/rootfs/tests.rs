@@ -1,4 +1,5 @@
 use super::*;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -48,8 +49,8 @@ fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<
 
 fn bundle(dir: &Path) -> std::path::PathBuf {
     let bundle = dir.join("bundle");
-    fs::create_dir_all(bundle.join("rootfs")).unwrap();
-    fs::write(bundle.join("config.json"), r#"{"root":{"path":"rootfs"}}"#).unwrap();
+    bundle.dir("rootfs");
+    bundle.put("config.json", r#"{"root":{"path":"rootfs"}}"#);
     bundle
 }
 
@@ -61,20 +62,18 @@ fn restore(images: &Path, bundle: &Path) -> Result<(), Error> {
 fn there_and_back() {
     let dir = tempfile::tempdir().unwrap();
     let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
-    fs::create_dir_all(upper.join("a/b")).unwrap();
     fs::create_dir(&images).unwrap();
-    fs::write(upper.join("a/b/file"), "new").unwrap();
+    upper.put("a/b/file", "new");
     fs::set_permissions(upper.join("a/b/file"), fs::Permissions::from_mode(0o4751)).unwrap();
     fs::hard_link(upper.join("a/b/file"), upper.join("z")).unwrap();
-    symlink("/etc/passwd", upper.join("a/link")).unwrap();
-    fs::write(upper.join("directory"), "now a file").unwrap();
+    upper.link("a/link", "/etc/passwd");
+    upper.put("directory", "now a file");
     pack(&upper, &images, &RootfsOptions::default()).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
-    fs::create_dir_all(root.join("directory/with")).unwrap();
-    fs::create_dir_all(root.join("a/b")).unwrap();
-    fs::write(root.join("a/b/file"), "old").unwrap();
-    fs::write(root.join("a/b/kept"), "kept").unwrap();
+    root.dir("directory/with");
+    root.put("a/b/file", "old");
+    root.put("a/b/kept", "kept");
     restore(&images, &bundle).unwrap();
     let read = |p: &str| fs::read_to_string(root.join(p)).unwrap();
     assert_eq!(
@@ -124,8 +123,8 @@ fn deleted_and_hidden() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
-    fs::create_dir_all(root.join("opaque/x")).unwrap();
-    fs::create_dir_all(root.join("gone/y")).unwrap();
+    root.dir("opaque/x");
+    root.dir("gone/y");
     let file = tar::EntryType::Regular;
     tar(
         dir.path(),
@@ -149,7 +148,7 @@ fn nothing_leads_out_of_the_root() {
     let root = bundle.join("rootfs");
     let outside = dir.path().join("outside");
     fs::create_dir(&outside).unwrap();
-    fs::write(outside.join("secret"), "s").unwrap();
+    outside.put("secret", "s");
     let file = tar::EntryType::Regular;
     tar(dir.path(), &[("../outside/bad", file, "x")]);
     let e = restore(dir.path(), &bundle).unwrap_err().to_string();
@@ -177,7 +176,7 @@ fn whiteouts_of_dots_are_no_directories() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
-    fs::create_dir(root.join("kept")).unwrap();
+    root.dir("kept");
     let file = tar::EntryType::Regular;
     for name in [".wh.", ".wh..", ".wh...", "kept/.wh...", "kept/.wh.."] {
         // The entries before it are not unpacked either.
@@ -218,7 +217,7 @@ fn bounds() {
     header.set_mode(0o600);
     header.set_size(2 << 40);
     header.set_cksum();
-    fs::write(dir.path().join(FILE), header.as_bytes()).unwrap();
+    dir.put(FILE, header.as_bytes());
     let e = refused(&RootfsOptions::default());
     assert!(e.contains("more than 64 GiB (rootfs.max_gib"), "{e}");
     // Records that would be read into memory, and malicious ones.
@@ -228,7 +227,7 @@ fn bounds() {
         header.set_mode(0o600);
         header.set_size(size);
         header.set_cksum();
-        fs::write(dir.path().join(FILE), [header.as_bytes(), text].concat()).unwrap();
+        dir.put(FILE, [header.as_bytes(), text].concat());
         refused(&RootfsOptions::default())
     };
     for kind in [
@@ -250,10 +249,10 @@ fn long_names_and_what_is_cut_off() {
     let dir = tempfile::tempdir().unwrap();
     let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
     let long = "n".repeat(200);
-    fs::create_dir_all(upper.join(&long)).unwrap();
+    upper.dir(&long);
     fs::create_dir(&images).unwrap();
-    fs::write(upper.join(&long).join("file"), "text").unwrap();
-    symlink(format!("/{long}/file"), upper.join("link")).unwrap();
+    upper.join(&long).put("file", "text");
+    upper.link("link", format!("/{long}/file"));
     pack(&upper, &images, &RootfsOptions::default()).unwrap();
     let bundle = bundle(dir.path());
     restore(&images, &bundle).unwrap();
@@ -271,7 +270,7 @@ fn long_names_and_what_is_cut_off() {
     header.set_size(100);
     header.set_cksum();
     let text = [header.as_bytes(), &b"short"[..]].concat();
-    fs::write(images.join(FILE), text).unwrap();
+    images.put(FILE, text);
     let e = restore(&images, &bundle).unwrap_err().to_string();
     assert!(e.contains("/cut"), "{e}");
     assert!(!root.join("cut").exists());
@@ -282,7 +281,7 @@ fn off_leaves_the_files_alone() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
     let spec = r#"{"root":{"path":"rootfs"},"annotations":{"dev.cryopod.rootfs":"off"}}"#;
-    fs::write(bundle.join("config.json"), spec).unwrap();
+    bundle.put("config.json", spec);
     tar(dir.path(), &[("x", tar::EntryType::Regular, "1")]);
     restore(dir.path(), &bundle).unwrap();
     assert!(!bundle.join("rootfs/x").exists());
@@ -295,7 +294,7 @@ fn what_changes_while_it_is_packed_leads_nowhere() {
     let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
     fs::create_dir_all(&upper).unwrap();
     fs::create_dir(&images).unwrap();
-    fs::create_dir(dir.path().join("host")).unwrap();
+    dir.dir("host");
     let secret = dir.path().join("host/secret");
     fs::write(&secret, "the host's own").unwrap();
     let done = std::sync::atomic::AtomicBool::new(false);
@@ -326,7 +325,7 @@ fn what_changes_while_it_is_packed_leads_nowhere() {
         scope.spawn(swap);
         for _ in 0..400 {
             // The left-over of an earlier attempt that was killed.
-            fs::write(images.join(FILE), "").unwrap();
+            images.put(FILE, "");
             pack(&upper, &images, &RootfsOptions::default()).unwrap();
             let tar = fs::read(images.join(FILE)).unwrap();
             let found = tar.windows(14).any(|bytes| bytes == b"the host's own");
@@ -364,7 +363,7 @@ fn what_is_packed_is_bounded() {
         ..RootfsOptions::default()
     };
     fs::remove_file(upper.join("sparse")).unwrap();
-    fs::create_dir(upper.join("directory")).unwrap();
+    upper.dir("directory");
     let error = pack(&upper, dir.path(), &few).map(drop);
     assert!(error.is_err());
 }
@@ -389,19 +388,15 @@ fn an_engines_tar_is_adopted() {
     header.set_size(3);
     tar.append_data(&mut header, "short", &b"abc"[..]).unwrap();
     tar.into_inner().unwrap();
-    fs::write(
-        unpacked.join("deleted.files"),
-        r#"["/gone", "a/gone", "../out"]"#,
-    )
-    .unwrap();
+    unpacked.put("deleted.files", r#"["/gone", "a/gone", "../out"]"#);
     adopt(&RootfsOptions::default(), unpacked, &images).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
-    fs::create_dir(root.join("a")).unwrap();
+    root.dir("a");
     for path in ["gone", "a/gone", "a/stays"] {
-        fs::write(root.join(path), "").unwrap();
+        root.put(path, "");
     }
-    fs::write(dir.path().join("out"), "").unwrap();
+    dir.put("out", "");
     restore(&images, &bundle).unwrap();
     assert_eq!(fs::read_to_string(root.join(long)).unwrap(), "abc");
     assert!(!root.join("gone").exists() && !root.join("a/gone").exists());

@@ -110,6 +110,7 @@ pub fn denial(host: &Host, log: &Path, labels: &LsmFacts) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
     use std::fs;
 
     fn labels(apparmor: &str) -> LsmFacts {
@@ -139,17 +140,12 @@ mod tests {
         assert_eq!(told(&none, &none), "");
         assert_eq!(told(&labels("unconfined"), &none), "");
         assert!(told(&labels("a"), &none).contains("profile a, and this host has no AppArmor"));
-        let parameters = dir.path().join("sys/module/apparmor/parameters");
-        fs::create_dir_all(&parameters).unwrap();
-        fs::write(parameters.join("enabled"), "Y\n").unwrap();
+        dir.put("sys/module/apparmor/parameters/enabled", "Y\n");
         assert_eq!(told(&labels("a"), &none), "", "the list cannot be read");
-        let list = dir.path().join("sys/kernel/security/apparmor");
-        fs::create_dir_all(&list).unwrap();
-        fs::write(
-            list.join("profiles"),
+        dir.put(
+            "sys/kernel/security/apparmor/profiles",
             "containers default (enforce)\nb (complain)\n",
-        )
-        .unwrap();
+        );
         assert_eq!(told(&labels("containers default"), &none), "");
         assert!(told(&labels("a"), &none).contains("profile a is not loaded on this host"));
         assert_eq!(told(&labels("a"), &labels("b")), "", "the new one counts");
@@ -169,8 +165,7 @@ mod tests {
         let host = Host::at(dir.path());
         assert_eq!(denial(&host, &log, &labels("x")), None, "no module");
         let apparmor = dir.path().join("sys/module/apparmor/parameters");
-        fs::create_dir_all(&apparmor).unwrap();
-        fs::write(apparmor.join("enabled"), "Y\n").unwrap();
+        apparmor.put("enabled", "Y\n");
         let told = denial(&host, &log, &labels("containers-default")).unwrap();
         for word in [
             "AppArmor has denied",

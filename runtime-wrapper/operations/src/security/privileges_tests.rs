@@ -1,5 +1,6 @@
 use super::*;
 use cryopod_archive::criu::privileges::Namespaces;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
 
 fn spec() -> Value {
@@ -101,7 +102,7 @@ fn told(spec: Value, change: impl FnOnce(&mut Privileges)) -> String {
         "proc/strange",
         "sys/kernel/security/apparmor",
     ] {
-        std::fs::create_dir_all(dir.path().join(path)).unwrap();
+        dir.dir(path);
     }
     let host = Host::at(dir.path());
     let spec = Spec::from_json(spec);
@@ -232,11 +233,9 @@ fn a_spec_with_sys_admin_limits_no_mounts() {
 #[test]
 fn a_running_process_is_held_against_its_own_spec() {
     let dir = tempfile::tempdir().unwrap();
-    let task = dir.path().join("proc/7/task/7");
-    std::fs::create_dir_all(&task).unwrap();
-    std::fs::write(dir.path().join("proc/7/comm"), "server\n").unwrap();
+    dir.put("proc/7/comm", "server\n");
     let status = "Name:\tserver\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nGroups:\t \nCapInh:\t0000000000000000\nCapPrm:\t0000000000000001\nCapEff:\t0000000000000001\nCapBnd:\t0000000000200001\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t0\nSeccomp_filters:\t0\n";
-    std::fs::write(task.join("status"), status).unwrap();
+    dir.put("proc/7/task/7/status", status);
     let host = Host::at(dir.path());
     let told = |names: &[&str], on: bool| {
         let spec = serde_json::json!({"process": {"capabilities": {"bounding": names}}});

@@ -1,7 +1,7 @@
 use super::*;
 use cryopod_host::programs::ToolError;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
-use std::os::unix::fs::symlink;
 
 /// Programs by name: the exit code and the output.
 struct Has(&'static [(&'static str, i32, &'static str)]);
@@ -125,9 +125,8 @@ fn host(network: &str, mounts: &str) -> (tempfile::TempDir, Host) {
         ("7", network, mounts),
     ] {
         let directory = dir.path().join("proc").join(process);
-        std::fs::create_dir_all(directory.join("ns")).unwrap();
-        symlink(network, directory.join("ns/net")).unwrap();
-        std::fs::write(directory.join("mountinfo"), mounts).unwrap();
+        directory.link("ns/net", network);
+        directory.put("mountinfo", mounts);
     }
     let host = Host::at(dir.path());
     (dir, host)

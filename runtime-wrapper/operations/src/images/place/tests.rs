@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::tenant::Tenant;
+use cryopod_test_files::TestFiles;
 use serde_json::json;
-use std::os::unix::fs::symlink;
 
 fn spec(annotations: serde_json::Value, env: &[&str]) -> Spec {
     Spec::from_json(json!({"annotations": annotations, "process": {"env": env}}))
@@ -14,7 +14,7 @@ fn only_what_the_administrator_allows() {
     let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
     fs::create_dir_all(&inside).unwrap();
     fs::create_dir(&outside).unwrap();
-    symlink(&outside, root.join("allowed/link")).unwrap();
+    root.link("allowed/link", &outside);
     let allow = root.join("allowed");
     let ask = |path: &Path| allowed(path, &[&allow], || "not allowed".to_owned());
     assert_eq!(ask(&inside).unwrap(), inside);
@@ -113,7 +113,7 @@ fn a_checkpoint_is_complete_or_absent() {
     let (_dir, place) = place();
     assert!(place.numbers("").unwrap().is_empty());
     let first = place.begin().unwrap();
-    fs::write(first.path().join("pages-1.img"), "").unwrap();
+    first.path().put("pages-1.img", "");
     assert!(place.numbers("").unwrap().is_empty());
     // A second writer takes the next number, and leaves the first one's alone.
     let second = place.begin().unwrap();
@@ -142,8 +142,7 @@ fn what_killed_writers_left() {
     let (_dir, place) = place();
     let killed = |number: u64, complete: bool, age: u64| {
         let path = place.partial(number);
-        fs::create_dir_all(&path).unwrap();
-        fs::write(path.join(WRITER), lease::this_host()).unwrap();
+        path.put(WRITER, lease::this_host());
         if complete {
             let file = File::create(path.join(names::METADATA)).unwrap();
             let then = SystemTime::now() - Duration::from_secs(age);
@@ -159,7 +158,7 @@ fn what_killed_writers_left() {
     fs::remove_file(place.partial(4).join(WRITER)).unwrap();
     for (number, age) in [(5, 3600), (6, 25 * 3600)] {
         killed(number, false, 0);
-        fs::write(place.partial(number).join(WRITER), "far").unwrap();
+        place.partial(number).put(WRITER, "far");
         let then = SystemTime::now() - Duration::from_secs(age);
         let directory = File::open(place.partial(number)).unwrap();
         directory.set_modified(then).unwrap();
@@ -180,7 +179,7 @@ fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
     let place = Place { directory };
     for _ in 0..3 {
         let partial = place.begin().unwrap();
-        fs::write(partial.path().join(names::METADATA), "{}").unwrap();
+        partial.path().put(names::METADATA, "{}");
         partial.complete();
     }
     let [newest, older, oldest] = &place.newest_first().unwrap()[..] else {

@@ -143,13 +143,13 @@ fn processes(host: &Host, init: i32) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_test_files::TestFiles;
 
     #[test]
     fn what_a_mount_lacks() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir_all(dir.path().join("proc/7")).unwrap();
         let lines = "1 0 0:1 / /a ro,nosuid - ext4 x rw\n2 0 0:1 /x /b rw,relatime - ext4 x rw\n3 0 0:1 / /c rw - ext4 x rw\n";
-        std::fs::write(dir.path().join("proc/7/mountinfo"), lines).unwrap();
+        dir.put("proc/7/mountinfo", lines);
         let mounts = mountinfo::of(&Host::at(dir.path()), "7");
         let flags = |flags| Wanted {
             flags,
@@ -178,8 +178,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for (task, children) in [("1/task/1", "2 3 "), ("1/task/9", "4 "), ("4/task/4", "5 ")] {
             let task = dir.path().join("proc").join(task);
-            std::fs::create_dir_all(&task).unwrap();
-            std::fs::write(task.join("children"), children).unwrap();
+            task.put("children", children);
         }
         let mut found = processes(&Host::at(dir.path()), 1);
         found.sort_unstable();
