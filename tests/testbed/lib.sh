@@ -49,7 +49,13 @@ counted() { local n && n=$(count "$1") && [ "${n:--1}" -ge "$2" ]; }
 
 # wait_for COMMAND...: until COMMAND succeeds; an error when it has not in five minutes. What succeeds sooner costs
 # no more, so that the slowest machine sets the limit.
-wait_for() { within 300 "$@" || { echo "wait_for: in vain: $*" >&2 && return 1; }; }
+wait_for() {
+    within 300 "$@" || {
+        echo "wait_for: in vain: $*" >&2
+        on_failure || true
+        return 1
+    }
+}
 
 # within SECONDS COMMAND...: the same with another limit, for what need not succeed.
 within() {

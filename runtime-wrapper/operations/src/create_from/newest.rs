@@ -210,9 +210,6 @@ fn give_back(ctx: &Context, path: &Path) {
         return;
     }
     let _ = fs::remove_file(path);
-    if let Some(directory) = path.parent() {
-        let _ = fs::remove_dir(directory);
-    }
     let Some((place, me)) = note else { return };
     let (sender, done) = mpsc::channel();
     // The place may be on a server that does not answer.

@@ -30,8 +30,8 @@ const LIMIT: &str = "dev.cryopod.lease_s";
 pub const SETTINGS: [&str; 2] = [COPIES, LIMIT];
 const DEFAULT_LIMIT: u64 = 300;
 const FILE: &str = "lease-";
-/// The directory below the operations' with notes of the leases of this host's containers, by the containers' ids.
-const NOTES: &str = "leases";
+/// How a file beside the operations begins that notes the lease of a container of this host. The id follows.
+const NOTE: &str = "lease-";
 const MAX_BYTES: u64 = 4096;
 const MAX_NOTE: u64 = 16 << 10;
 /// A lease that its own host has not filled after this time is nobody's.
@@ -112,7 +112,7 @@ pub fn note_of(id: &OsStr) -> Option<PathBuf> {
     let id = id
         .to_str()
         .filter(|id| !id.is_empty() && !id.contains('/'))?;
-    Some(operation::base().join(NOTES).join(format!("{id}.json")))
+    Some(operation::base().join(format!("{NOTE}{id}.json")))
 }
 
 /// Reads a note: the lease's place, and the container that holds it.
