@@ -81,25 +81,30 @@ pub fn limit(root: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
     set(root, attributes, 0, libc::AT_EMPTY_PATH)
 }
 
+/// The mount namespace of a container cannot be entered.
+#[derive(Debug, thiserror::Error)]
+#[error("the container's mount namespace: {0}")]
+pub struct NamespaceError(#[from] io::Error);
+
 /// Runs `what` in the mount namespace of the container with this init process, with its root, in a thread that ends
 /// there. It logs nothing: the log's path would be the container's.
-pub fn within(
+pub fn within<E: From<NamespaceError> + Send>(
     init: i32,
-    what: impl FnOnce(&File) -> Result<(), String> + Send,
-) -> Result<(), String> {
-    let failed = |e: io::Error| format!("the container's mount namespace: {e}");
-    let namespace = File::open(format!("/proc/{init}/ns/mnt")).map_err(failed)?;
-    let entered = move || {
-        unshare(CloneFlags::CLONE_FS)
-            .and_then(|()| setns(namespace, CloneFlags::CLONE_NEWNS))
-            .map_err(|e| failed(e.into()))?;
+    what: impl FnOnce(&File) -> Result<(), E> + Send,
+) -> Result<(), E> {
+    let namespace = File::open(format!("/proc/{init}/ns/mnt")).map_err(NamespaceError)?;
+    let enter = || {
+        unshare(CloneFlags::CLONE_FS)?;
+        setns(namespace, CloneFlags::CLONE_NEWNS)?;
         // The namespace's root, also where the init process has another one (chroot).
-        what(&File::open("/").map_err(failed)?)
+        File::open("/")
     };
     std::thread::scope(|scope| {
+        let entered = || what(&enter().map_err(NamespaceError)?);
         let thread = std::thread::Builder::new().spawn_scoped(scope, entered);
-        let ended = thread.map_err(failed)?.join();
-        ended.unwrap_or_else(|_| Err("a thread has ended early".into()))
+        let ended = thread.map_err(NamespaceError)?.join();
+        let panicked = |_| NamespaceError(io::Error::other("a thread has ended early"));
+        ended.map_err(panicked)?
     })
 }
 

@@ -13,6 +13,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
+use self::helper::HelperError;
 use crate::Error;
 
 const MAX_FILE: u64 = 1 << 20;
@@ -99,16 +100,10 @@ pub fn find(
     let (files, named) = files(explicit);
     for path in files {
         let text = match read(&path) {
-            Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound && !named => continue,
-            Err(source) => {
-                return Err(Error::AuthFile {
-                    path,
-                    reason: source.to_string(),
-                });
-            }
+            read => read.map_err(LoginError::Read),
         };
-        let found = lookup(&text, registry, repository, &helper::ask);
+        let found = text.and_then(|text| lookup(&text, registry, repository, &helper::ask));
         if let Some(found) = found.map_err(|reason| Error::AuthFile { path, reason })? {
             return Ok(Some(found));
         }
@@ -127,7 +122,20 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-type AuthQuestion<'a> = &'a dyn Fn(&str, &str) -> Result<Option<Login>, String>;
+/// Why an auth file gives no login: an error, not a registry that it does not name.
+#[derive(Debug, thiserror::Error)]
+pub enum LoginError {
+    #[error(transparent)]
+    Read(io::Error),
+    #[error(transparent)]
+    Syntax(#[from] serde_json::Error),
+    #[error("the entry {0} is not USER:PASSWORD in base64")]
+    Entry(String),
+    #[error(transparent)]
+    Helper(#[from] HelperError),
+}
+
+type AuthQuestion<'a> = &'a dyn Fn(&str, &str) -> Result<Option<Login>, HelperError>;
 
 /// Finds the most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs. A helper of this
 /// registry comes first, and the helper of all registries last.
@@ -136,8 +144,8 @@ fn lookup(
     registry: &str,
     repository: &str,
     ask: AuthQuestion<'_>,
-) -> Result<Option<Login>, String> {
-    let file: AuthFile = serde_json::from_slice(text).map_err(|e| e.to_string())?;
+) -> Result<Option<Login>, LoginError> {
+    let file: AuthFile = serde_json::from_slice(text)?;
     let mut own = file.cred_helpers.iter();
     if let Some((_, helper)) = own.find(|(name, _)| normal(name) == registry)
         && let Some(found) = ask(helper, registry)?
@@ -166,7 +174,7 @@ fn lookup(
             if !entry.auth.is_empty() {
                 return decode(&entry.auth)
                     .map(Some)
-                    .ok_or_else(|| format!("the entry {key} is not USER:PASSWORD in base64"));
+                    .ok_or_else(|| LoginError::Entry(key.into()));
             }
         }
         match key.rfind('/') {
@@ -183,7 +191,7 @@ fn lookup(
             tracing::warn!("{why}; it goes on without credentials");
             Ok(None)
         }
-        answer => answer,
+        answer => Ok(answer?),
     }
 }
 
@@ -221,18 +229,23 @@ mod tests {
         "credHelpers": {"helper.example": "pass", "https://both.example": "none", "broken.example": "fails"},
         "credsStore": "all"}"#;
 
+    fn fails(_: &str, _: &str) -> Result<Option<Login>, HelperError> {
+        Err(HelperError::Name("fails".into()))
+    }
+
     fn user(registry: &str, repository: &str) -> Result<Option<String>, String> {
         let ask = |helper: &str, registry: &str| match helper {
             "none" => Ok(None),
-            "fails" => Err("docker-credential-fails: it failed".into()),
+            "fails" => fails(helper, registry),
             _ => Ok(Some(Login {
                 user: helper.into(),
                 password: registry.into(),
                 identity_token: false,
             })),
         };
-        lookup(FILE.as_bytes(), registry, repository, &ask)
-            .map(|c| c.map(|c| format!("{}/{}", c.user, c.password)))
+        let found = lookup(FILE.as_bytes(), registry, repository, &ask);
+        let found = found.map_err(|e| e.to_string())?;
+        Ok(found.map(|c| format!("{}/{}", c.user, c.password)))
     }
 
     #[test]
@@ -255,9 +268,8 @@ mod tests {
         assert_eq!(user("none.example", "x"), ok("all/none.example"));
         assert_eq!(user("kept.example", "x"), ok("all/kept.example"));
         let broken = r#"{"auths": {"a.example": {}}, "credsStore": "fails"}"#.as_bytes();
-        let fails = |_: &str, _: &str| Err("it failed".to_owned());
         assert!(lookup(broken, "a.example", "x", &fails).is_err());
-        assert_eq!(lookup(broken, "b.example", "x", &fails), Ok(None));
+        assert_eq!(lookup(broken, "b.example", "x", &fails).unwrap(), None);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use std::time::Duration;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::progress::Progress;
 
-pub use auth::Login;
+pub use auth::{Login, LoginError};
 pub use known::{BlobPiece, KnownBlobs};
 pub use oci_spec::distribution::Reference;
 pub use pull::{digest, pull, pull_with};
@@ -79,7 +79,7 @@ pub enum Error {
     )]
     Reference { text: String, reason: String },
     #[error("{path}: {reason}")]
-    AuthFile { path: PathBuf, reason: String },
+    AuthFile { path: PathBuf, reason: LoginError },
     #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false, for containers `insecure_registries` under [cache] in /etc/cryopod/config.toml" } else { "" })]
     Connect {
         registry: String,

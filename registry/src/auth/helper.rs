@@ -26,17 +26,33 @@ struct HelperAnswer {
     secret: String,
 }
 
+/// A helper has not answered.
+#[derive(Debug, thiserror::Error)]
+pub enum HelperError {
+    #[error("{0}: the name of a helper has no `/`")]
+    Name(String),
+    #[error("{program}, which has the credentials of {registry}: {what}")]
+    Program {
+        program: String,
+        registry: String,
+        what: String,
+    },
+}
+
 /// Asks a helper; `None` if it has nothing for this registry.
-pub(super) fn ask(name: &str, registry: &str) -> Result<Option<Login>, String> {
+pub(super) fn ask(name: &str, registry: &str) -> Result<Option<Login>, HelperError> {
     if name.contains('/') {
-        return Err(format!("{name}: the name of a helper has no `/`"));
+        return Err(HelperError::Name(name.into()));
     }
     ask_program(&format!("docker-credential-{name}"), registry)
 }
 
-fn ask_program(program: &str, registry: &str) -> Result<Option<Login>, String> {
-    let wrong =
-        |what: String| format!("{program}, which has the credentials of {registry}: {what}");
+fn ask_program(program: &str, registry: &str) -> Result<Option<Login>, HelperError> {
+    let wrong = |what: String| HelperError::Program {
+        program: program.into(),
+        registry: registry.into(),
+        what,
+    };
     let server = match registry {
         "docker.io" => "https://index.docker.io/v1/",
         other => other,
@@ -93,12 +109,12 @@ mod tests {
 
     #[test]
     fn a_helper_that_is_not_there_is_named() {
-        let error = ask("no-such-helper", "r.example").unwrap_err();
+        let said = |name| ask(name, "r.example").unwrap_err().to_string();
+        let absent = said("no-such-helper");
         assert!(
-            error.contains("docker-credential-no-such-helper"),
-            "{error}"
+            absent.contains("docker-credential-no-such-helper") && absent.contains("not installed"),
+            "{absent}"
         );
-        assert!(error.contains("not installed"), "{error}");
-        assert!(ask("../x", "r.example").unwrap_err().contains("no `/`"));
+        assert!(said("../x").contains("no `/`"));
     }
 }

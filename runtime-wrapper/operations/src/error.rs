@@ -35,6 +35,8 @@ pub enum Error {
     Tool(#[from] cryopod_host::programs::ToolError),
     #[error("the restore was refused and the checkpoint is untouched: {0}")]
     Privileges(#[from] crate::security::privileges::PrivilegesError),
+    #[error(transparent)]
+    Namespace(#[from] cryopod_host::detached::NamespaceError),
     #[error("{what}: {source}")]
     Io {
         what: String,

@@ -99,7 +99,7 @@ fn explain(
     let labels = surroundings::labels(&request.spec);
     let criu_log = ran.before.criu_log();
     let denied = criu_log.and_then(|log| lsm::denial(&request.host, log, &labels));
-    let reasons = ran.unfit.clone().into_iter();
+    let reasons = ran.unfit.iter().map(ToString::to_string);
     let reasons = reasons.chain(finished.reasons());
     let reasons = reasons.chain(denied).chain(runtime_error);
     let low = &request.ctx.low;

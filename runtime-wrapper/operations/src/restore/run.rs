@@ -28,7 +28,7 @@ pub(super) struct RestoreOutcome {
     pub before: LogMarks,
     pub detach: bool,
     /// Why the new container cannot have what is its own.
-    pub unfit: Option<String>,
+    pub unfit: Option<Error>,
 }
 
 /// CRIU's stage at which the plugins have done their work, and the last at which CRIU takes no for an answer.
@@ -42,7 +42,7 @@ fn denied(host: &Host, visible: &[GpuMatch]) -> Vec<u32> {
     minors.filter(|minor| !seen(minor)).collect()
 }
 
-type StageAnswer<'a> = dyn Fn(&StageQuestion) -> Result<(), String> + 'a;
+type StageAnswer<'a> = dyn Fn(&StageQuestion) -> Result<(), Error> + 'a;
 
 /// What the wrapper does while CRIU waits at a stage of its restore.
 struct Action<'a> {
@@ -53,7 +53,7 @@ struct Action<'a> {
 }
 
 impl<'a> Action<'a> {
-    fn at(stage: &'static str, run: impl Fn(&StageQuestion) -> Result<(), String> + 'a) -> Self {
+    fn at(stage: &'static str, run: impl Fn(&StageQuestion) -> Result<(), Error> + 'a) -> Self {
         Self {
             stage: Some(stage),
             run: Box::new(run),
@@ -115,7 +115,8 @@ fn actions<'a>(
         let pairs: Vec<_> = pairs.map(|p| (p.source.gpu_id, p.target.gpu_id)).collect();
         actions.push(Action::at(RESTORED, move |_| {
             let wrong = |log| saved::restored_wrongly(log, &pairs);
-            before.criu_log().and_then(wrong).map_or(Ok(()), Err)
+            let found = before.criu_log().and_then(wrong);
+            found.map_or(Ok(()), |what| Err(Error::Failed(what)))
         }));
     }
     actions

@@ -63,7 +63,7 @@ impl FailureReason {
             Error::Plan(_) | Error::Privileges(_) | Error::Refused { .. } => Self::Refused,
             Error::Config(_) | Error::LowLevel(_) | Error::Spec(_) | Error::Tool(_) => Self::Setup,
             Error::Metadata(_) | Error::Io { .. } => Self::Storage,
-            Error::Failed(_) => Self::Other,
+            Error::Namespace(_) | Error::Failed(_) => Self::Other,
         }
     }
 }

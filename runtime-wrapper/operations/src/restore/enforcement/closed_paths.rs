@@ -12,6 +12,7 @@ use cryopod_host::detached::{Detached, within};
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
+use crate::error::Error;
 use crate::security::privileges::LeftOpen;
 use cryopod_host::files::open_in_root;
 
@@ -20,17 +21,17 @@ pub const STAGE: &str = "post-restore";
 
 /// Closes the paths in the mount namespace of the container with this init process, whose processes do not run. A path
 /// that the container does not have is left out.
-pub fn close(init: i32, paths: &[LeftOpen]) -> Result<(), String> {
+pub fn close(init: i32, paths: &[LeftOpen]) -> Result<(), Error> {
     if paths.is_empty() {
         return Ok(());
     }
     let null = || Detached::of(Path::new("/dev/null"), false);
     let nulls: io::Result<Vec<Detached>> = paths.iter().map(|_| null()).collect();
-    let nulls = nulls.map_err(|e| format!("/dev/null: {e}"))?;
+    let nulls = nulls.map_err(Error::io("/dev/null"))?;
     within(init, |root| {
         for (left, null) in paths.iter().zip(nulls) {
-            close_one(root, left, null)
-                .map_err(|e| format!("{}: cannot be closed: {e}", left.path))?;
+            let failed = Error::at(Path::new(&left.path), "cannot be closed");
+            close_one(root, left, null).map_err(failed)?;
         }
         Ok(())
     })

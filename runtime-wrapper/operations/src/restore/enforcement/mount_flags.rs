@@ -17,6 +17,7 @@ use cryopod_host::spec::Spec;
 use nix::fcntl::OFlag;
 use serde_json::Value;
 
+use crate::error::Error;
 use crate::security::mount_limits::of_flags;
 use cryopod_host::files::open_in_root;
 
@@ -34,7 +35,7 @@ struct Wanted {
 
 /// Sets the flags in each mount namespace of the container with this init process, whose processes do not run. Fails if
 /// a mount of the host's files, or a read-only root, cannot have them.
-pub fn set(host: &Host, spec: &Spec, init: i32, images: &[CriuMount]) -> Result<(), String> {
+pub fn set(host: &Host, spec: &Spec, init: i32, images: &[CriuMount]) -> Result<(), Error> {
     let mut wanted: BTreeMap<&Path, Wanted> = BTreeMap::new();
     for mount in images {
         let on_path = wanted.entry(Path::new(&mount.path)).or_insert(Wanted {
@@ -61,14 +62,14 @@ pub fn set(host: &Host, spec: &Spec, init: i32, images: &[CriuMount]) -> Result<
         }
     }
     match seen.is_empty() {
-        true => Err(format!(
+        true => Err(Error::Failed(format!(
             "the init process {init}, which CRIU names, has no mounts"
-        )),
+        ))),
         false => Ok(()),
     }
 }
 
-fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(), String> {
+fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(), Error> {
     let lacking = || lacking(&mountinfo::of(host, &pid.to_string()), wanted);
     let found = lacking();
     if found.is_empty() {
@@ -81,7 +82,7 @@ fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(),
             // Whether it has worked is looked up afterwards: the path may be another mount's.
             let _ = there.and_then(|there| limit(there.as_fd(), *attributes));
         }
-        Ok(())
+        Ok::<_, Error>(())
     })?;
     for mount in lacking() {
         let path = mount.path.display();
@@ -90,7 +91,7 @@ fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(),
             mount.options
         );
         match mount.demanded {
-            true => return Err(what),
+            true => return Err(Error::Failed(what)),
             false => tracing::warn!("{what}"),
         }
     }
@@ -170,7 +171,7 @@ mod tests {
     fn an_init_process_that_is_not_there() {
         let dir = tempfile::tempdir().unwrap();
         let said = set(&Host::at(dir.path()), &Spec::default(), 0, &[]).unwrap_err();
-        assert!(said.contains("the init process 0"), "{said}");
+        assert!(said.to_string().contains("the init process 0"), "{said}");
     }
 
     #[test]

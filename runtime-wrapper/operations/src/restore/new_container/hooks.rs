@@ -131,7 +131,7 @@ impl NewHooks {
     }
 
     /// Runs those of one of CRIU's stages, for the container with this init process. `waits`: it waits for its start.
-    pub fn at(&self, stage: &str, init: i32, waits: bool) -> Result<(), String> {
+    pub fn at(&self, stage: &str, init: i32, waits: bool) -> Result<(), Error> {
         match stage {
             NAMESPACES_MADE => self.create_runtime(init),
             MOUNTS_MADE => self.create_container(init),
@@ -143,10 +143,10 @@ impl NewHooks {
         }
     }
 
-    fn create_runtime(&self, init: i32) -> Result<(), String> {
+    fn create_runtime(&self, init: i32) -> Result<(), Error> {
         for hook in &self.create_runtime {
-            self.run(hook, "creating", init, &mut hook.command())
-                .map_err(|why| failed("createRuntime", hook, &why))?;
+            let ran = self.run(hook, "creating", init, &mut hook.command());
+            ran.map_err(failed("createRuntime", hook))?;
         }
         Ok(())
     }
@@ -154,12 +154,12 @@ impl NewHooks {
     /// A createContainer hook has the container's network, IPC and UTS namespaces, and a copy of the runtime's mount
     /// namespace. There it finds the container's root file system without the container's mounts. CRIU made those in
     /// the container's mount namespace, where the hook's program is not.
-    fn create_container(&self, init: i32) -> Result<(), String> {
+    fn create_container(&self, init: i32) -> Result<(), Error> {
         for hook in &self.create_container {
-            within_container(hook, init)
-                .map_err(|e| e.to_string())
-                .and_then(|mut command| self.run(hook, "creating", init, &mut command))
-                .map_err(|why| failed("createContainer", hook, &why))?;
+            let command = within_container(hook, init);
+            let ran =
+                command.and_then(|mut command| self.run(hook, "creating", init, &mut command));
+            ran.map_err(failed("createContainer", hook))?;
         }
         Ok(())
     }
@@ -167,19 +167,14 @@ impl NewHooks {
     /// Runs those that follow the start. A failure is a warning, as the specification has it.
     pub fn poststart(&self, init: i32) {
         for hook in &self.poststart {
-            if let Err(why) = self.run(hook, "running", init, &mut hook.command()) {
-                tracing::warn!("{}", failed("poststart", hook, &why));
+            let ran = self.run(hook, "running", init, &mut hook.command());
+            if let Err(e) = ran.map_err(failed("poststart", hook)) {
+                tracing::warn!("{e}");
             }
         }
     }
 
-    fn run(
-        &self,
-        hook: &Hook,
-        status: &str,
-        init: i32,
-        command: &mut Command,
-    ) -> Result<(), String> {
+    fn run(&self, hook: &Hook, status: &str, init: i32, command: &mut Command) -> io::Result<()> {
         let mut state = self.state.clone();
         if let Some(state) = state.as_object_mut() {
             state.insert("status".into(), json!(status));
@@ -187,10 +182,10 @@ impl NewHooks {
         }
         command.current_dir(&self.bundle);
         let limit = hook.timeout.map_or(LIMIT, Duration::from_secs);
-        match limited::run(command, Some(state.to_string().as_bytes()), limit) {
-            Ok(said) if said.status.success() => Ok(()),
-            Ok(said) => Err(said.status.to_string()),
-            Err(e) => Err(e.to_string()),
+        let said = limited::run(command, Some(state.to_string().as_bytes()), limit)?;
+        match said.status.success() {
+            true => Ok(()),
+            false => Err(io::Error::other(said.status.to_string())),
         }
     }
 }
@@ -207,8 +202,8 @@ impl Hook {
     }
 }
 
-fn failed(stage: &str, hook: &Hook, why: &str) -> String {
-    format!("the {stage} hook {} failed: {why}", hook.path.display())
+fn failed(stage: &str, hook: &Hook) -> impl FnOnce(io::Error) -> Error + use<> {
+    Error::io(format!("the {stage} hook {} failed", hook.path.display()))
 }
 
 fn within_container(hook: &Hook, init: i32) -> io::Result<Command> {

@@ -236,17 +236,17 @@ impl NewMounts {
     }
 
     /// Mounts what only the new spec has into the container with this init process, whose processes do not run.
-    pub fn attach(&self, init: i32) -> Result<(), String> {
+    pub fn attach(&self, init: i32) -> Result<(), Error> {
         if self.attached.is_empty() && self.limited.is_empty() {
             return Ok(());
         }
         let mut copies = Vec::new();
         for mount in &self.attached {
-            let failed = |e: std::io::Error| format!("{}: {e}", mount.source.display());
-            let copy = Detached::of(&mount.source, mount.recursive).map_err(failed)?;
-            copy.set(mount.attributes, mount.propagation)
-                .map_err(failed)?;
-            copies.push((copy, kind_of(&mount.source)));
+            let copy = Detached::of(&mount.source, mount.recursive).and_then(|copy| {
+                copy.set(mount.attributes, mount.propagation)?;
+                Ok((copy, kind_of(&mount.source)))
+            });
+            copies.push(copy.map_err(Error::io(mount.source.to_string_lossy()))?);
         }
         within(init, |root| self.mount_all(root, copies))
     }
@@ -255,29 +255,28 @@ impl NewMounts {
     /// want of it: its root may be read-only.
     pub fn put_environ(&self, host: &Host, init: i32) {
         let owner = environ::owner(host, init).unwrap_or_default();
-        let put = |root: &File| {
-            let put = environ::put(root, &self.environ, owner);
-            put.map_err(|e| e.to_string())
-        };
+        let failed = Error::at(Path::new(environ::PATH), "not written");
+        let put = |root: &File| environ::put(root, &self.environ, owner).map_err(failed);
         if let Err(e) = within(init, put) {
-            tracing::warn!("{}: not written: {e}", environ::PATH);
+            tracing::warn!("{e}");
         }
     }
 
-    fn mount_all(&self, root: &File, copies: Vec<(Detached, MountKind)>) -> Result<(), String> {
+    fn mount_all(&self, root: &File, copies: Vec<(Detached, MountKind)>) -> Result<(), Error> {
+        let failed = |at: &Path| Error::io(format!("the mount at {}", at.display()));
         for (mount, (copy, kind)) in self.attached.iter().zip(copies) {
-            let failed = |e: std::io::Error| format!("the mount at {}: {e}", mount.at.display());
-            let mut points = MountPoints::below(root.try_clone().map_err(failed)?);
-            points.make(&mount.at, kind).map_err(|e| failed(e.into()))?;
-            points.keep();
-            let over =
-                open_in_root(root, &mount.at, OFlag::O_PATH).map_err(|e| failed(e.into()))?;
-            copy.attach(over.as_fd()).map_err(failed)?;
+            let attach = || {
+                let mut points = MountPoints::below(root.try_clone()?);
+                points.make(&mount.at, kind)?;
+                points.keep();
+                copy.attach(open_in_root(root, &mount.at, OFlag::O_PATH)?.as_fd())
+            };
+            attach().map_err(failed(&mount.at))?;
         }
         for (at, limits) in &self.limited {
-            let failed = |e: std::io::Error| format!("the mount at {}: {e}", at.display());
-            let there = open_in_root(root, at, OFlag::O_PATH).map_err(|e| failed(e.into()))?;
-            detached::limit(there.as_fd(), *limits).map_err(failed)?;
+            let there = open_in_root(root, at, OFlag::O_PATH).map_err(std::io::Error::from);
+            let limited = there.and_then(|there| detached::limit(there.as_fd(), *limits));
+            limited.map_err(failed(at))?;
         }
         Ok(())
     }
