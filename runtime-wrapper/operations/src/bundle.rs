@@ -8,6 +8,7 @@
 pub mod avoid;
 mod devices;
 mod hooks;
+pub mod lock;
 pub mod render;
 
 use std::fs;
@@ -17,8 +18,6 @@ use std::path::{Path, PathBuf};
 
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
 
 pub use devices::Devices;
@@ -50,29 +49,6 @@ pub struct BundleUndo {
 
 /// The old text of a bundle's spec, in the directory of an operation that may be killed before it can put it back.
 const NOTED: &str = "config.json.before";
-
-/// Locks a bundle against other operations that change it or its container, until the lock is dropped: so a failed one
-/// cleans up only its own work. `None`: the file system has no locks.
-///
-/// # Errors
-/// Another process holds it: `refused` says what is refused.
-pub fn hold(
-    bundle: &Path,
-    refused: impl FnOnce() -> String,
-) -> Result<Option<Flock<fs::File>>, Error> {
-    let Ok(directory) = fs::File::open(bundle) else {
-        // The reader of the spec reports this error better.
-        return Ok(None);
-    };
-    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
-        Ok(held) => Ok(Some(held)),
-        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(refused())),
-        Err((_, error)) => {
-            tracing::debug!("{}: not locked: {error}", bundle.display());
-            Ok(None)
-        }
-    }
-}
 
 /// Returns the spec after these edits, and writes nothing.
 pub fn preview(host: &Host, spec: &Spec, edits: &[Box<dyn Edit + '_>]) -> Result<Spec, Error> {
@@ -216,19 +192,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn one_operation_at_a_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let hold = |path: &Path| hold(path, || "another one".into());
-        let held = hold(dir.path()).unwrap();
-        assert!(held.is_some());
-        let error = hold(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("another one"), "{error}");
-        drop(held);
-        assert!(hold(dir.path()).unwrap().is_some());
-        assert!(hold(&dir.path().join("none")).unwrap().is_none());
     }
 
     #[test]

@@ -7,7 +7,6 @@ pub mod passthrough;
 pub mod state;
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,8 +15,8 @@ use cryopod_host::destinations::Destinations;
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
-use nix::fcntl::Flock;
 
+use crate::bundle::lock::BundleLock;
 use crate::config::Config;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
@@ -41,9 +40,8 @@ pub struct Request<'a> {
     pub ends: bool,
     /// The checkpoint goes into a place, which other hosts may read ([`crate::images::place`]).
     pub into_place: bool,
-    /// The lock of its bundle while it is checkpointed, which the driver agent has too: a killed wrapper's brings the GPU
-    /// memory back, and before that there must be no other checkpoint.
-    pub held: Option<Flock<File>>,
+    /// Taken while it is checkpointed.
+    pub lock: BundleLock,
 }
 
 impl<'a> Request<'a> {
@@ -77,7 +75,7 @@ impl<'a> Request<'a> {
             images,
             ends: false,
             into_place: false,
-            held: None,
+            lock: BundleLock::default(),
         }
     }
 

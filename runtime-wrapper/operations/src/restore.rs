@@ -30,23 +30,22 @@ mod run;
 mod searchable;
 mod volume_files;
 
-use std::fs::File;
 use std::io::{self, PipeWriter, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, ExitCode};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cryopod_gpu_plan::mapping::gpumap;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
-use nix::fcntl::Flock;
 use serde_json::Value;
 
 use self::open::{OpenError, OpenedCheckpoint};
-use crate::bundle::{Edit, hold};
+use crate::bundle::Edit;
+use crate::bundle::lock::BundleLock;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::Request;
@@ -138,11 +137,10 @@ fn restore(
 }
 
 /// A bundle that is locked while a container is restored into it. A process of its own removes the container if this one is
-/// killed: an engine's monitor (conmon) would wait for what the container prints, and never report the failure. That process
-/// has the lock, too, so that no other restore begins before.
+/// killed: an engine's monitor (conmon) would wait for what the container prints, and never report the failure.
 pub struct GuardedBundle {
     guard: Option<(PipeWriter, Child)>,
-    _lock: Option<Flock<File>>,
+    _lock: BundleLock,
 }
 
 impl GuardedBundle {
@@ -153,25 +151,17 @@ impl GuardedBundle {
 
     fn of(ctx: &Context, inv: &Invocation) -> Result<Self, Error> {
         let bundle = inv.bundle();
-        let until = Instant::now() + Self::PATIENCE;
-        let refused = || {
+        let lock = BundleLock::take(&bundle, Self::PATIENCE, || {
+            let into = bundle.display();
             format!(
-                "restore of {} refused: another restore into {} is under way",
-                inv.id,
-                bundle.display()
+                "restore of {} refused: another restore into {into} is under way",
+                inv.id
             )
-        };
-        let lock = loop {
-            match hold(&bundle, refused) {
-                Err(e) if Instant::now() > until => return Err(e),
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
-                Ok(lock) => break lock,
-            }
-        };
+        })?;
         let outlives = inv.verb == Verb::Create || inv.flags.has("detach");
         // One of this name is not this process's.
         let is_free = !state::directory(ctx, inv).exists();
-        let lock_of_guard = lock.as_ref().filter(|_| outlives && is_free);
+        let lock_of_guard = lock.share().filter(|_| outlives && is_free);
         let warn = |e: &io::Error| tracing::warn!("{}: {e}", Self::GUARD);
         let guard = lock_of_guard.and_then(|lock| start_guard(ctx, lock).inspect_err(warn).ok());
         Ok(Self { guard, _lock: lock })
@@ -205,10 +195,9 @@ impl Drop for GuardedBundle {
     }
 }
 
-fn start_guard(ctx: &Context, lock: &Flock<File>) -> io::Result<(PipeWriter, Child)> {
+fn start_guard(ctx: &Context, lock: OwnedFd) -> io::Result<(PipeWriter, Child)> {
     let (reader, done) = io::pipe()?;
     let mut command = child::detached(GuardedBundle::GUARD);
-    let lock = lock.as_fd().try_clone_to_owned()?;
     command.args(&ctx.args).stdin(reader).stdout(lock);
     Ok((done, command.spawn()?))
 }

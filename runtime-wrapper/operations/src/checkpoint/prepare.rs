@@ -4,7 +4,6 @@ use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_host::nodes::Vendor;
-use std::os::fd::AsFd;
 
 use super::image_directory::ImageDirectory;
 use super::planned::{DumpPlan, metadata_of};
@@ -39,10 +38,7 @@ pub(super) fn prepare<'a>(
     planned: &'a DumpPlan,
 ) -> Result<DumpPreparation<'a>, Error> {
     let mut op = Operation::new()?;
-    op.lock_of_agent = request
-        .held
-        .as_ref()
-        .and_then(|held| held.as_fd().try_clone_to_owned().ok());
+    op.lock_of_agent = request.lock.share();
     let mut progress = OperationProgress::of_operation(
         &op,
         progress::ProgressState {

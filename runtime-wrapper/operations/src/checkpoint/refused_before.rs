@@ -1,13 +1,12 @@
 //! Refuses checkpoints that fail in any case, with or without a GPU: when another one of the container is under way,
 //! when podman will refuse to export it, which it says only after the container has ended, and without cgroups.
 
-use std::fs::File;
+use std::time::Duration;
 
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
-use nix::fcntl::Flock;
 
-use crate::bundle;
+use crate::bundle::lock::BundleLock;
 use crate::error::Error;
 use crate::request::Request;
 
@@ -18,9 +17,9 @@ const POD: &str = "io.kubernetes.cri-o.SandboxID";
 /// Part of the cgroup's name of each container of podman.
 const PODMAN_CGROUP: &str = "libpod-";
 
-/// Locks the container's bundle against other checkpoints until the lock is dropped. `None`: the file system has no locks.
-pub(super) fn hold(request: &Request<'_>) -> Result<Option<Flock<File>>, Error> {
-    bundle::hold(&request.bundle, || {
+/// Locks the container's bundle, for as long as it is checkpointed.
+pub(super) fn lock(request: &Request<'_>) -> Result<BundleLock, Error> {
+    BundleLock::take(&request.bundle, Duration::ZERO, || {
         format!(
             "checkpoint of {} refused: another checkpoint of it is under way; try again when that has ended",
             request.id()

@@ -49,7 +49,7 @@ pub fn sweep_dead() {
 #[derive(Debug)]
 pub struct Operation {
     dir: PathBuf,
-    /// What the driver agent keeps open.
+    /// The container's [`BundleLock`](crate::bundle::lock::BundleLock), for the driver agent.
     pub lock_of_agent: Option<OwnedFd>,
 }
 
