@@ -15,6 +15,8 @@
 use std::fmt;
 use std::path::Path;
 
+use cryopod_host::files::Host;
+use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::spec::Spec;
 
 /// containerd's namespaces of root's own engines: of `ctr` and nerdctl, and of docker.
@@ -59,8 +61,8 @@ impl Tenant {
 
     /// The user outside of all user namespaces as whom this process runs; `None`: not known.
     pub fn user() -> Option<u32> {
-        let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
-        outside(nix::unistd::geteuid().as_raw(), &map)
+        let map = IdMap::read(&Host::system(), "/proc/self/uid_map");
+        u32::try_from(map.outside(nix::unistd::geteuid().as_raw().into())?).ok()
     }
 
     fn from(uid: Option<u32>, containerd: Option<&str>, spec: &Spec) -> Self {
@@ -108,36 +110,10 @@ fn containerd<'a>(id: &str, bundle: &'a Path, root: Option<&Path>) -> Option<&'a
     of_bundle.to_str().filter(|_| same)
 }
 
-/// Returns the id that a user has outside, by the lines of `/proc/self/uid_map`.
-fn outside(uid: u32, map: &str) -> Option<u32> {
-    map.lines().find_map(|line| {
-        let mut numbers = line.split_ascii_whitespace().map(str::parse::<u32>);
-        let mut next = || numbers.next()?.ok();
-        let (inside, outside, count) = (next()?, next()?, next()?);
-        let offset = uid.checked_sub(inside).filter(|o| *o < count)?;
-        outside.checked_add(offset)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
-
-    #[test]
-    fn users_outside_of_a_user_namespace() {
-        for (uid, map, want) in [
-            (0, "         0          0 4294967295\n", Some(0)),
-            (1000, "0 0 4294967295", Some(1000)),
-            (0, "0 1000 1\n1 100000 65536\n", Some(1000)),
-            (2, "0 1000 1\n1 100000 65536\n", Some(100_001)),
-            (5, "0 1000 1\n", None),
-            (1, "0 4294967295 2", None),
-            (0, "", None),
-        ] {
-            assert_eq!(outside(uid, map), want, "{uid} {map}");
-        }
-    }
 
     #[test]
     fn containerd_namespaces() {

@@ -15,6 +15,7 @@ use cryopod_archive::criu::privileges::{
 };
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::{Host, open_regular, read_bounded_from};
+use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::processes::stat::StatusFile;
 use cryopod_host::sandbox::SandboxError;
 use cryopod_host::spec::Spec;
@@ -153,15 +154,15 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
     let label = host.line(format!("/proc/{pid}/attr/current"));
     // AppArmor adds its mode: `profile (enforce)`.
     let label = label.map(|l| l.split(" (").next().unwrap_or_default().to_owned());
-    let map =
-        |file: &str| IdMap::parse(&host.text(format!("/proc/{pid}/{file}")).unwrap_or_default());
-    let (uids, gids) = (map("uid_map"), map("gid_map"));
+    let [uids, gids] =
+        ["uid_map", "gid_map"].map(|file| IdMap::read(host, format!("/proc/{pid}/{file}")));
     let thread = |tid: String| {
         let status = StatusFile::read(host, format_args!("{pid}/task/{tid}"));
         let set = |name| status.set(name);
         let ids = |name, map: &IdMap| -> Option<Vec<u32>> {
             let ids = status.numbers(name)?.into_iter();
-            Some(ids.map(|id| map.inside(id)).collect())
+            let inside = |id: u32| u32::try_from(map.inside(id.into())?).ok();
+            Some(ids.map(|id| inside(id).unwrap_or(id)).collect())
         };
         Some(Thread {
             pid: u32::try_from(pid).ok()?,
@@ -189,28 +190,6 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
         .into_iter()
         .filter_map(thread)
         .collect()
-}
-
-/// A user namespace's ids: first inside, first outside, count.
-struct IdMap(Vec<[u32; 3]>);
-
-impl IdMap {
-    fn parse(text: &str) -> Self {
-        let line = |line: &str| {
-            let mut words = line.split_whitespace().map(|w| w.parse().ok());
-            Some([words.next()??, words.next()??, words.next()??])
-        };
-        Self(text.lines().filter_map(line).collect())
-    }
-
-    /// Returns the namespace's own id; without a map, the id itself.
-    fn inside(&self, outside: u32) -> u32 {
-        let mut found = self.0.iter().filter_map(|[inside, first, count]| {
-            let at = outside.checked_sub(*first).filter(|at| at < count)?;
-            inside.checked_add(at)
-        });
-        found.next().unwrap_or(outside)
-    }
 }
 
 /// Reads a small image; `None` if there is no such file.

@@ -4,9 +4,11 @@
 //! writes the images' values into it. So the images get the values that it has.
 
 use std::fs::File;
+use std::iter;
 use std::path::Path;
 
 use cryopod_archive::criu::message::Message;
+use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 use serde_json::Value;
@@ -70,37 +72,20 @@ fn by_path<'a>(spec: &'a Value, kind: &str) -> Option<&'a Path> {
     (!path.is_empty()).then(|| Path::new(path))
 }
 
+fn of_images<'a>(namespaces: impl Iterator<Item = &'a Message>, field: &str) -> IdMap {
+    let ranges = namespaces.flat_map(|namespace| namespace.messages(field));
+    let range = |m: &Message| ["first", "lower_first", "count"].map(|f| m.number(f).unwrap_or(0));
+    ranges.map(range).collect()
+}
+
 /// Compares the maps of the user namespace with the spec's.
 fn user_ids(images: &CheckedImages, spec: &Value) -> Vec<String> {
     let mut told = Vec::new();
     for (name, messages) in images.numbered("userns-") {
         for of in messages {
-            for (field, pointer) in [
-                ("uid_map", "/linux/uidMappings"),
-                ("gid_map", "/linux/gidMappings"),
-            ] {
-                let number = |m: &Message, field: &str| m.number(field).unwrap_or(0);
-                let extent = |m: &Message| {
-                    [
-                        number(m, "first"),
-                        number(m, "lower_first"),
-                        number(m, "count"),
-                    ]
-                };
-                let mut here: Vec<_> = of.messages(field).map(extent).collect();
-                here.sort_unstable();
-                let list = spec.pointer(pointer).and_then(Value::as_array);
-                let given = |m: &Value, key: &str| m.get(key).and_then(Value::as_u64).unwrap_or(0);
-                let entry = |m: &Value| {
-                    [
-                        given(m, "containerID"),
-                        given(m, "hostID"),
-                        given(m, "size"),
-                    ]
-                };
-                let mut want: Vec<_> = list.into_iter().flatten().map(entry).collect();
-                want.sort_unstable();
-                if here != want && by_path(spec, "user").is_none() {
+            for (field, of_spec) in [("uid_map", "uidMappings"), ("gid_map", "gidMappings")] {
+                let differ = of_images(iter::once(of), field) != IdMap::of_spec(spec, of_spec);
+                if differ && by_path(spec, "user").is_none() {
                     told.push(format!("{name}: {field} is not the spec's"));
                 }
             }
@@ -117,24 +102,11 @@ fn user_ids(images: &CheckedImages, spec: &Value) -> Vec<String> {
 /// CRIU 4.1 reads them on the host, in the host's numbers, and writes them within the container's user namespace, which
 /// has other numbers (`Failed to write net/ipv4/<sysctls>`). CRIU 4.2 has the container's numbers in the image: they stay.
 fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
-    let maps = images.numbered("userns-").flat_map(|(_, m)| m);
-    let extents: Vec<_> = maps
-        .flat_map(|m| m.messages("gid_map"))
-        .map(|m| ["lower_first", "first", "count"].map(|field| m.number(field).unwrap_or(0)))
-        .collect();
-    if extents.is_empty() {
+    let namespaces = images.numbered("userns-").flat_map(|(_, m)| m);
+    let map = of_images(namespaces, "gid_map");
+    if map.is_empty() {
         return Ok(());
     }
-    let inside = |group: u64| {
-        extents.iter().find_map(|&[outside, inside, count]| {
-            let offset = group.checked_sub(outside).filter(|o| *o < count)?;
-            inside.checked_add(offset)
-        })
-    };
-    let is_inside = |group: u64| {
-        let mut all = extents.iter();
-        all.any(|&[_, inside, count]| group.checked_sub(inside).is_some_and(|o| o < count))
-    };
     for name in images.names("netns-") {
         for sysctl in images
             .messages_mut(&name)
@@ -154,8 +126,8 @@ fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
             if low > high {
                 continue; // no group at all, in any numbers
             }
-            let (Some(low), Some(high)) = (inside(low), inside(high)) else {
-                if is_inside(low) && is_inside(high) {
+            let (Some(low), Some(high)) = (map.inside(low), map.inside(high)) else {
+                if map.outside(low).is_some() && map.outside(high).is_some() {
                     continue;
                 }
                 return Err(format!(
