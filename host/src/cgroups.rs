@@ -1,5 +1,6 @@
 //! Detects the host's cgroup set-up; finds, kills and removes the cgroups of a container.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -91,16 +92,27 @@ pub struct Cgroups(Vec<PathBuf>);
 impl Cgroups {
     /// Looks up the cgroups with this path below each hierarchy, as [`crate::spec::Spec::cgroup`] gives it.
     pub fn vacant(host: &Host, path: &Path) -> Self {
-        let mounts = mountinfo::of(host, "self").into_iter();
-        // CRIU mounts the same hierarchies in its work directory.
-        let cgroups = mounts.filter(|m| {
-            m.point.starts_with("/sys/fs/cgroup")
-                && (m.fs_type == "cgroup" || m.fs_type == "cgroup2")
-        });
-        let vacant = cgroups
-            .map(|m| host.path(m.point.join(path)))
-            .filter(|p| !p.exists() || below(p).iter().all(|f| no_process(f)));
-        Self(vacant.collect())
+        let vacant = in_hierarchies(host, path);
+        Self(
+            vacant
+                .filter(|p| !p.exists() || below(p).iter().all(|f| no_process(f)))
+                .collect(),
+        )
+    }
+
+    /// Looks up the cgroups with this path below each hierarchy that exist, whoever is in them.
+    pub fn present(host: &Host, path: &Path) -> Self {
+        Self(in_hierarchies(host, path).filter(|p| p.is_dir()).collect())
+    }
+
+    /// Returns one of these processes that is in one of the cgroups neither itself nor below, and this cgroup.
+    pub fn outsider(&self, pids: &[i32]) -> Option<(i32, &Path)> {
+        self.paths().find_map(|cgroup| {
+            let members = below(cgroup).into_iter().flat_map(|d| processes(&d));
+            let members: BTreeSet<i32> = members.collect();
+            let outsider = pids.iter().find(|pid| !members.contains(pid))?;
+            Some((*outsider, cgroup))
+        })
     }
 
     /// These, which had no process when they were looked up.
@@ -117,8 +129,7 @@ impl Cgroups {
     pub fn kill(&self) -> bool {
         let mut any = false;
         for directory in self.0.iter().flat_map(|p| below(p)) {
-            let pids = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
-            for pid in pids.lines().filter_map(|l| l.parse().ok()) {
+            for pid in processes(&directory) {
                 // 0 is a process of another PID namespace; kill(0) would be our own group.
                 if pid > 1 {
                     any |= kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok();
@@ -137,6 +148,20 @@ impl Cgroups {
         all.filter_map(|directory| Some((directory.clone(), remove_one(&directory, end).err()?)))
             .collect()
     }
+}
+
+fn in_hierarchies(host: &Host, path: &Path) -> impl Iterator<Item = PathBuf> {
+    let mounts = mountinfo::of(host, "self").into_iter();
+    // CRIU mounts the same hierarchies in its work directory.
+    let cgroups = mounts.filter(|m| {
+        m.point.starts_with("/sys/fs/cgroup") && (m.fs_type == "cgroup" || m.fs_type == "cgroup2")
+    });
+    cgroups.map(move |m| host.path(m.point.join(path)))
+}
+
+fn processes(cgroup: &Path) -> Vec<i32> {
+    let pids = fs::read_to_string(cgroup.join("cgroup.procs")).unwrap_or_default();
+    pids.lines().filter_map(|l| l.parse().ok()).collect()
 }
 
 /// A cgroup that cannot be read, such as a threaded one, may have some.
@@ -212,6 +237,11 @@ mod tests {
         }
         let vacant = |path: &str| !Cgroups::vacant(&host, Path::new(path)).0.is_empty();
         assert!(vacant("left") && !vacant("taken"));
+        let taken = Cgroups::present(&host, Path::new("taken"));
+        assert_eq!(taken.outsider(&[1]), None);
+        assert_eq!(taken.outsider(&[1, 2]).map(|(pid, _)| pid), Some(2));
+        let nowhere = Cgroups::present(&host, Path::new("nowhere"));
+        assert_eq!(nowhere.outsider(&[1]), None);
         let there = Cgroups::vacant(&host, Path::new("there"));
         let by_id = Cgroups::vacant(&host, Path::new("c1"));
         let named = Cgroups::vacant(&host, Path::new("a/b"));

@@ -115,6 +115,11 @@ impl Spec {
         }
         let mut parts = path.split(':');
         let (slice, prefix, name) = (parts.next()?, parts.next()?, parts.next()?);
+        let slice = if slice.is_empty() {
+            "system.slice"
+        } else {
+            slice
+        };
         let inner = slice
             .strip_suffix(".slice")
             .filter(|_| parts.next().is_none())?;
@@ -334,6 +339,7 @@ mod tests {
                 Some("/user.slice/user-1000.slice/docker-1.scope"),
             ),
             ("-.slice:docker:1", Some("/docker-1.scope")),
+            (":runc:1", Some("/system.slice/runc-1.scope")),
             ("below/this", None),
             ("a.slice:b:c:d", None),
             ("", None),

@@ -4,3 +4,4 @@
 pub mod closed_paths;
 pub mod device_filter;
 pub mod mount_flags;
+pub mod own_cgroup;

@@ -12,7 +12,7 @@ use super::prepare::RestorePreparation;
 use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
-use crate::restore::enforcement::{closed_paths, device_filter, mount_flags};
+use crate::restore::enforcement::{closed_paths, device_filter, mount_flags, own_cgroup};
 use crate::restore::new_container::mounts;
 use crate::restore::new_container::{self, NewContainer};
 use crate::run::action_script::StageQuestion;
@@ -74,7 +74,9 @@ fn actions<'a>(
     before: &'a LogMarks,
 ) -> Vec<Action<'a>> {
     let host = &request.host;
-    let mut actions = Vec::new();
+    let mut actions = vec![Action::at(own_cgroup::STAGE, |question| {
+        own_cgroup::check(host, &request.spec, request.id(), question.init)
+    })];
     if let Some(new) = new {
         actions.push(Action::at(new_container::STAGE, |question| {
             if let Err(e) = new.stop(host, question.init) {

@@ -328,3 +328,35 @@ check 'no filter more' [ "$(filters)" = "$on_top" ]
 now=$(count copy)
 wait_for counted copy $((now + 3))
 podman rm -f -t 0 copy > /dev/null
+# Images that put no process into a cgroup: CRIU leaves all in its own. With runc that is the container's, not with crun.
+state > /tmp/before
+start root
+wait_for counted root 3
+pod container checkpoint --keep root > /dev/null
+python3 - "$(podman inspect -f '{{.StaticDir}}' root)"/checkpoint/core-*.img <<'P'
+import sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "/src/tests/tests/scripts/security")
+from images import Image, decode, encode, get, put
+for name in sys.argv[1:]:
+    of = Image(name)
+    for f in of.messages[0]:
+        if f[0] in (3, 5):
+            part = decode(f[2])
+            put(part, {3: 9, 5: 16}[f[0]], None)
+            f[2] = encode(part)
+    of.write()
+P
+if pod container restore --keep root > /tmp/said 2>&1; then
+    [ "$low" = runc ]
+    pid=$(podman inspect -f '{{.State.Pid}}' root)
+    check 'its processes are in its cgroup' grep -q libpod- "/proc/$pid/cgroup"
+    for child in $(cat "/proc/$pid/task/$pid/children"); do
+        check 'a child, too' diff "/proc/$pid/cgroup" "/proc/$child/cgroup"
+    done
+else
+    check 'left outside: refused' grep -q "the images leave process [0-9]* outside of the container's cgroup /sys/fs/cgroup/" /tmp/said
+fi
+podman rm -f -t 0 root > /dev/null
+state > /tmp/after
+check 'left outside: the host is as before' diff /tmp/before /tmp/after
