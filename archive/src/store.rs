@@ -21,7 +21,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cryopod_host::files::open_regular;
+use cryopod_host::files::{if_there, open_regular};
 use serde::{Deserialize, Serialize};
 
 use crate::format::names;
@@ -157,10 +157,9 @@ impl Reference {
     pub fn open(images: &Path) -> Result<Option<Self>, StoreError> {
         use std::io::Read;
         let path = images.join(names::STORE_REFERENCE);
-        let file = match open_regular(&path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(StoreError::io(&path, "open it")(e)),
+        let opened = if_there(open_regular(&path)).map_err(StoreError::io(&path, "open it"))?;
+        let Some(file) = opened else {
+            return Ok(None);
         };
         let mut text = Vec::new();
         file.take(MAX_BYTES + 1)
@@ -253,19 +252,6 @@ impl fmt::Display for Reference {
         let mib = self.bytes().div_ceil(1 << 20);
         write!(f, "{} files, {mib} MiB", self.files.len())
     }
-}
-
-/// Writes a new file, durably.
-fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
-    use std::io::Write;
-    use std::os::unix::fs::OpenOptionsExt;
-    let file = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path);
-    file.and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
-        .map_err(StoreError::io(path, "write it"))
 }
 
 fn is_id(text: &str) -> bool {

@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::if_there;
 use nix::fcntl::{Flock, FlockArg};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -95,11 +96,8 @@ pub fn remove(path: &Path) {
         Ok(_) => fs::remove_file(path),
         Err(e) => Err(e),
     };
-    match removed {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!("{}: cannot be removed: {e}", path.display());
-        }
-        _ => {}
+    if let Err(e) = if_there(removed) {
+        tracing::warn!("{}: cannot be removed: {e}", path.display());
     }
 }
 

@@ -1,9 +1,9 @@
 //! Reads the host's files: `/proc`, `/sys`, `/dev`, `/etc`. Tests replace the root.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -156,6 +156,48 @@ pub fn read_bounded_from(source: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     }
     Ok(bytes)
 }
+
+/// Returns `None` where a file is not there.
+pub fn if_there<T>(done: io::Result<T>) -> io::Result<Option<T>> {
+    match done {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        done => done.map(Some),
+    }
+}
+
+/// Makes a new file that is this user's alone.
+pub fn create_private(path: &Path) -> io::Result<File> {
+    let mut new = File::options();
+    new.read(true).write(true).create_new(true).mode(0o600);
+    new.open(path)
+}
+
+/// Writes a new file that is this user's alone, durably.
+pub fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = create_private(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Writes a file as `partial` and renames it: whoever opens it finds the old contents or the new. On failure only the old
+/// ones are there.
+pub fn replace(path: &Path, partial: &Path, mode: u32, bytes: &[u8]) -> io::Result<()> {
+    let _ = fs::remove_file(partial);
+    let write = || {
+        let mut file = create_private(partial)?;
+        file.write_all(bytes)?;
+        file.set_permissions(fs::Permissions::from_mode(mode))?;
+        file.sync_all()?;
+        fs::rename(partial, path)
+    };
+    write().inspect_err(|_| drop(fs::remove_file(partial)))
+}
+
+/// Makes the names in a directory durable.
+pub fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
 /// Returns true for a directory, not a link, that belongs to this user and that nobody else can write to.
 pub fn own_directory(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| {

@@ -5,12 +5,12 @@ mod helper;
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use cryopod_host::files::read_bounded;
 use serde::Deserialize;
 
 use self::helper::HelperError;
@@ -99,7 +99,7 @@ pub fn find(
 ) -> Result<Option<Login>, Error> {
     let (files, named) = files(explicit);
     for path in files {
-        let text = match read(&path) {
+        let text = match read_bounded(&path, MAX_FILE) {
             Err(e) if e.kind() == io::ErrorKind::NotFound && !named => continue,
             read => read.map_err(LoginError::Read),
         };
@@ -109,17 +109,6 @@ pub fn find(
         }
     }
     Ok(None)
-}
-
-fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    File::open(path)?
-        .take(MAX_FILE + 1)
-        .read_to_end(&mut text)?;
-    if text.len() as u64 > MAX_FILE {
-        return Err(io::Error::other(format!("larger than {MAX_FILE} bytes")));
-    }
-    Ok(text)
 }
 
 /// Why an auth file gives no login: an error, not a registry that it does not name.

@@ -1,10 +1,10 @@
 //! Puts a blob together from what this host has of it and what the registry has.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,6 +13,7 @@ use std::time::Duration;
 use cryopod_archive::Error as ArchiveError;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::oci::{Descriptor, Manifest};
+use cryopod_host::files::create_private;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest as _, Sha256};
 
@@ -130,13 +131,7 @@ async fn write(
     count: &dyn Fn(u64),
 ) -> Result<u64, Error> {
     let step = format!("receiving parts of {}", blob.digest);
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(partial)
-        .map_err(ArchiveError::io(partial, "make it"))?;
+    let file = create_private(partial).map_err(ArchiveError::io(partial, "make it"))?;
     let file = Arc::new(file);
     let (to, pieces, size) = (Arc::clone(&file), parts.pieces, blob.size);
     let copied = tokio::task::spawn_blocking(move || {

@@ -12,6 +12,7 @@ use cryopod_archive::Error as ArchiveError;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
 use cryopod_archive::format::oci::{Descriptor, Index, Manifest, annotation, media};
+use cryopod_host::files::create_private;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;
@@ -265,11 +266,7 @@ fn write_blob(
     count: &dyn Fn(u64),
 ) -> io::Result<(u64, Digest)> {
     let _ = fs::remove_file(path);
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
+    let mut file = create_private(path)?;
     let mut hash = Sha256::new();
     let mut bytes = 0;
     while let Some(chunk) = chunks.blocking_recv() {

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::sync_directory;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
 use crate::error::Error;
@@ -112,9 +113,7 @@ impl Staging {
             }
             Err(e) => return Err(fail("give it its name")(e)),
         }
-        File::open(&self.parent)
-            .and_then(|d| d.sync_all())
-            .map_err(fail("write its directory to disk"))?;
+        sync_directory(&self.parent).map_err(fail("write its directory to disk"))?;
         let partial = self.partial.keep();
         if exists && self.directory {
             // The replaced directory now has the temporary name.

@@ -1,9 +1,10 @@
 //! Reserves disk space for the metadata before the freeze and writes it there afterwards.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Seek, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use cryopod_host::files::{create_private, if_there, sync_directory};
 
 use super::{Metadata, MetadataError};
 use crate::format::names;
@@ -36,17 +37,9 @@ impl MetadataSlot {
         };
         let reference = image_dir.join(names::STORE_REFERENCE);
         for old in [&partial, &path, &reference] {
-            match fs::remove_file(old) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
-                _ => {}
-            }
+            if_there(fs::remove_file(old)).map_err(write)?;
         }
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&partial)
-            .map_err(write)?;
+        let file = create_private(&partial).map_err(write)?;
         let mut slot = Self {
             file,
             partial,
@@ -88,9 +81,7 @@ impl MetadataSlot {
         fs::rename(&self.partial, &self.path).map_err(write(&self.path))?;
         self.done = true;
         if let Some(dir) = self.path.parent() {
-            File::open(dir)
-                .and_then(|d| d.sync_all())
-                .map_err(write(&self.path))?;
+            sync_directory(dir).map_err(write(&self.path))?;
         }
         Ok(())
     }

@@ -1,11 +1,13 @@
 //! Writes an OCI image, as a layout directory or a tar of one.
 
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use cryopod_host::files::{create_private, sync_directory, write_private};
 
 use super::pipeline::{Input, Pool, StreamFormat, WrittenStream};
 use super::plan::{Item, KnownContent};
@@ -88,13 +90,7 @@ impl Store {
             Self::Directory { dir, next } => {
                 let path = dir.join(format!("partial-{}", next.fetch_add(1, Ordering::Relaxed)));
                 let wrap = |action| Error::io(&path, action);
-                let mut open = OpenOptions::new();
-                let file = open
-                    .write(true)
-                    .create_new(true)
-                    .mode(0o600)
-                    .open(&path)
-                    .map_err(wrap("create it"))?;
+                let file = create_private(&path).map_err(wrap("create it"))?;
                 let mut out = WriteBack::new(file.try_clone().map_err(wrap("open it"))?)
                     .map_err(wrap("write it"))?;
                 let written = run(pool, how, &mut out, &path, produce)?;
@@ -136,16 +132,7 @@ impl Store {
                 // The root is two directories up.
                 let root = dir.ancestors().nth(2).unwrap_or(dir);
                 let path = root.join(name);
-                let write = || -> io::Result<()> {
-                    let mut file = OpenOptions::new()
-                        .write(true)
-                        .create_new(true)
-                        .mode(0o600)
-                        .open(&path)?;
-                    file.write_all(content)?;
-                    file.sync_all()
-                };
-                match write() {
+                match write_private(&path, content) {
                     // A blob of the same content.
                     Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
                     other => other.map_err(Error::io(&path, "write it")),
@@ -176,9 +163,7 @@ impl Store {
         match self {
             Self::Directory { dir, .. } => {
                 for dir in dir.ancestors().take(2) {
-                    File::open(dir)
-                        .and_then(|d| d.sync_all())
-                        .map_err(Error::io(dir, "write it to disk"))?;
+                    sync_directory(dir).map_err(Error::io(dir, "write it to disk"))?;
                 }
                 Ok(())
             }

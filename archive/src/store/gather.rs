@@ -1,9 +1,10 @@
 //! Puts the files of an entry back into an image directory, which needs no store then.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+use cryopod_host::files::{create_private, if_there, sync_directory};
 
 use super::find::{Found, each};
 use super::put::cannot_link;
@@ -17,7 +18,7 @@ pub fn gather(images: &Path, found: &Found, threads: usize) -> Result<(), StoreE
     each(threads, found.reference.files.iter(), |file| {
         one(images, found, file)
     })?;
-    let synced = || File::open(images).and_then(|dir| dir.sync_all());
+    let synced = || sync_directory(images);
     synced().map_err(StoreError::io(images, "write it to disk"))?;
     let reference = images.join(names::STORE_REFERENCE);
     fs::remove_file(&reference).map_err(StoreError::io(&reference, "remove it"))?;
@@ -31,10 +32,7 @@ fn one(images: &Path, found: &Found, file: &Stored) -> Result<(), StoreError> {
     );
     let mut source = found.open(file)?;
     let mut copied = || -> io::Result<()> {
-        match fs::remove_file(&partial) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
+        if_there(fs::remove_file(&partial))?;
         // A file that is there counts, as for a restore.
         if place.symlink_metadata().is_ok() {
             return Ok(());
@@ -44,12 +42,7 @@ fn one(images: &Path, found: &Found, file: &Stored) -> Result<(), StoreError> {
             Err(e) => return Err(e),
             Ok(()) => return source.sync_all(),
         }
-        let mut new = OpenOptions::new();
-        let mut new = new
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&partial)?;
+        let mut new = create_private(&partial)?;
         let bytes = io::copy(&mut source, &mut new)?;
         if bytes != file.bytes {
             return Err(io::Error::other(format!(

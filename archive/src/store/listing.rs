@@ -6,11 +6,11 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use cryopod_host::files::{open_regular, read_bounded};
+use cryopod_host::files::{if_there, open_regular, read_bounded, replace};
 use serde::{Deserialize, Serialize};
 
 use super::find::{each, hash};
-use super::{MAX_BYTES, StoreError, Stored, write};
+use super::{MAX_BYTES, StoreError, Stored};
 use crate::format::names;
 
 /// The files of an image directory.
@@ -55,10 +55,9 @@ impl Listing {
         })?;
         let files = listed.into_inner().unwrap_or_else(PoisonError::into_inner);
         let text = serde_json::to_vec(&Self { files }).map_err(|e| failed("list it")(e.into()))?;
-        let partial = images.join(names::LISTING_PARTIAL);
-        let _ = fs::remove_file(&partial);
-        write(&partial, &text)?;
-        fs::rename(partial, images.join(names::LISTING)).map_err(failed("write its list"))
+        let [path, partial] =
+            [names::LISTING, names::LISTING_PARTIAL].map(|name| images.join(name));
+        replace(&path, &partial, 0o600, &text).map_err(failed("write its list"))
     }
 
     /// Compares an image directory with its list, if it has one. Returns what is damaged.
@@ -68,9 +67,9 @@ impl Listing {
         until: Option<Instant>,
     ) -> Result<Option<String>, StoreError> {
         let path = images.join(names::LISTING);
-        let text = match read_bounded(&path, MAX_BYTES) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text.map_err(StoreError::io(&path, "read it"))?,
+        let text = if_there(read_bounded(&path, MAX_BYTES));
+        let Some(text) = text.map_err(StoreError::io(&path, "read it"))? else {
+            return Ok(None);
         };
         let Ok(listing) = serde_json::from_slice::<Self>(&text) else {
             return Ok(Some(format!("{}: no list", path.display())));

@@ -4,9 +4,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::replace;
 use serde::{Deserialize, Serialize};
 
-use super::{StoreError, write};
+use super::StoreError;
 
 /// The record, in the entry.
 const FILE: &str = "cryopod-store-origin.json";
@@ -62,11 +63,9 @@ impl Origin {
     /// Writes the record into an entry, in place of an earlier one.
     pub(super) fn write(&self, entry: &Path) -> Result<(), StoreError> {
         let path = entry.join(FILE);
-        let partial = entry.join(PARTIAL);
         let text = serde_json::to_vec(self).unwrap_or_default();
-        let _ = fs::remove_file(&partial);
-        write(&partial, &text)?;
-        fs::rename(&partial, &path).map_err(StoreError::io(&path, "give it its name"))
+        replace(&path, &entry.join(PARTIAL), 0o600, &text)
+            .map_err(StoreError::io(&path, "write it"))
     }
 
     /// Returns the first of its directories that is not there as it was.

@@ -1,8 +1,7 @@
 //! Moves the files of an image directory to a store.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -11,11 +10,11 @@ use std::time::Instant;
 use super::clean::sweep_shared;
 use super::find::{each, hash};
 use super::origin::Origin;
-use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION, write};
-use cryopod_host::files::own_directory;
+use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION};
+use crate::bytes::stream::open_regular;
+use cryopod_host::files::{create_private, own_directory, replace, sync_directory, write_private};
 
 use crate::bytes::staging::Staging;
-use crate::bytes::stream::open_regular;
 use crate::bytes::write_back::WriteBack;
 use crate::format::names;
 
@@ -92,7 +91,8 @@ pub fn put(
         path: store.to_owned(),
         reason,
     })?;
-    write(&staging.path().join(names::STORE_REFERENCE), &text)?;
+    let path = staging.path().join(names::STORE_REFERENCE);
+    write_private(&path, &text).map_err(StoreError::io(&path, "write it"))?;
     if let Some(origin) = about.origin {
         origin.write(staging.path())?;
     }
@@ -197,9 +197,7 @@ fn one(
     let mut copy = match linked {
         true => None,
         false => {
-            let mut new = OpenOptions::new();
-            let new = new.write(true).create_new(true).mode(0o600).open(&place);
-            let new = new.map_err(wrap("create it"))?;
+            let new = create_private(&place).map_err(wrap("create it"))?;
             let other = new.try_clone().map_err(wrap("open it"))?;
             Some((new, WriteBack::new(other).map_err(wrap("write it"))?))
         }
@@ -258,10 +256,6 @@ fn staged(path: &Path) -> impl FnOnce(crate::Error) -> StoreError + use<> {
 fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
     let partial = images.join(names::STORE_REFERENCE_PARTIAL);
     let path = images.join(names::STORE_REFERENCE);
-    let _ = fs::remove_file(&partial);
-    write(&partial, text)?;
-    fs::rename(&partial, &path).map_err(StoreError::io(&path, "give it its name"))?;
-    File::open(images)
-        .and_then(|dir| dir.sync_all())
-        .map_err(StoreError::io(images, "write it to disk"))
+    replace(&path, &partial, 0o600, text).map_err(StoreError::io(&path, "write it"))?;
+    sync_directory(images).map_err(StoreError::io(images, "write it to disk"))
 }

@@ -1,12 +1,14 @@
 //! Writes the shards and the table.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::Write as _;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
+
+use cryopod_host::files::{create_private, sync_directory};
 
 use super::index::{MAX_SHARDS, VramIndex};
 use super::{VramError, usual_threads};
@@ -122,9 +124,7 @@ impl<'a> Shards<'a> {
         }
         fs::rename(&partial, &path).map_err(VramError::io(&path, "cannot be written"))?;
         if self.sync {
-            File::open(self.dir)
-                .and_then(|dir| dir.sync_all())
-                .map_err(VramError::io(self.dir, "cannot be written"))?;
+            sync_directory(self.dir).map_err(VramError::io(self.dir, "cannot be written"))?;
         }
         Ok(())
     }
@@ -156,12 +156,7 @@ pub fn remove(dir: &Path) {
 }
 
 fn create(path: &Path) -> Result<File, VramError> {
-    OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(VramError::io(path, "cannot be made"))
+    create_private(path).map_err(VramError::io(path, "cannot be made"))
 }
 
 #[cfg(test)]

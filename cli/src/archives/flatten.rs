@@ -1,6 +1,5 @@
 //! `cryopod flatten`: makes a checkpoint that builds on others self-contained.
 
-use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -10,6 +9,7 @@ use cryopod_archive::flatten::{FlattenOptions, into_directory};
 use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
+use cryopod_host::files::sync_directory;
 
 use crate::archives::bundle::found;
 use crate::archives::confined;
@@ -108,7 +108,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn put(whole: &Path, path: &Path) -> io::Result<()> {
     std::fs::rename(whole, path)?;
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
-    File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+    sync_directory(parent.unwrap_or(Path::new(".")))
 }
 
 fn pack(args: &Args, whole: &Path, to: &Destination) -> anyhow::Result<()> {

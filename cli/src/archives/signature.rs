@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{self, Permissions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail};
@@ -15,6 +15,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::source::Source;
+use cryopod_host::files::{if_there, open_regular, read_bounded_from};
 use cryopod_operations::config::restore::RestoreOptions;
 use cryopod_registry::{
     Reference, RegistryOptions, SmallImage, parse_reference, pull_small, push_small,
@@ -117,20 +118,9 @@ impl Signature {
     /// Reads the one beside an image; `None` if there is none.
     pub fn read(place: &Path) -> anyhow::Result<Option<Self>> {
         let path = beside(place);
-        let mut text = Vec::new();
-        let open = fs::File::options()
-            .read(true)
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(&path);
-        let read = open.and_then(|file| {
-            if !file.metadata()?.is_file() {
-                return Err(io::Error::other("no file"));
-            }
-            file.take(MAX as u64).read_to_end(&mut text)
-        });
-        match read {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            read => read.with_context(|| path.display().to_string())?,
+        let read = open_regular(&path).and_then(|file| read_bounded_from(file, MAX as u64));
+        let Some(text) = if_there(read).with_context(|| path.display().to_string())? else {
+            return Ok(None);
         };
         let json = text
             .strip_prefix(STORED)

@@ -5,7 +5,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there, read_bounded, sync_directory};
 use serde::{Deserialize, Serialize};
 use similar::TextDiff;
 
@@ -106,10 +106,9 @@ impl Change {
 /// Reads a file; `None` if it is not there.
 pub fn read(host: &Host, path: &Path) -> anyhow::Result<Option<String>> {
     let failed = || format!("{}: cannot be read", path.display());
-    let bytes = match cryopod_host::files::read_bounded(&host.path(path), MAX_FILE) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(e).with_context(failed),
+    let read = if_there(read_bounded(&host.path(path), MAX_FILE));
+    let Some(bytes) = read.with_context(failed)? else {
+        return Ok(None);
     };
     let text = String::from_utf8(bytes).with_context(failed)?;
     Ok(Some(text))
@@ -121,20 +120,12 @@ pub fn beside(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.cryopod-new"))
 }
 
-/// Removes a file that need not be there.
-pub fn removed(path: &Path) -> io::Result<()> {
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-        _ => Ok(()),
-    }
-}
-
 /// Replaces a file by one with this text. Mode and owner stay; behind a link, the file that it leads to is replaced.
 pub fn write(path: &Path, text: &str) -> io::Result<()> {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let directory = path.parent().unwrap_or(Path::new("/"));
     let new = beside(&path);
-    removed(&new)?;
+    if_there(std::fs::remove_file(&new))?;
     let mut file = std::fs::File::create_new(&new)?;
     file.write_all(text.as_bytes())?;
     let mode = match path.metadata() {
@@ -147,7 +138,7 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
     file.set_permissions(mode)?;
     file.sync_all()?;
     std::fs::rename(&new, &path)?;
-    std::fs::File::open(directory)?.sync_all()
+    sync_directory(directory)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there};
 
 use super::change;
 
@@ -84,7 +84,7 @@ impl OwnFiles {
             }
             let new = change::beside(&to);
             // A link or a file that a killed run left.
-            change::removed(&new)?;
+            if_there(fs::remove_file(&new))?;
             let mut copy = File::create_new(&new)?;
             let mut from = file;
             from.rewind()?;
@@ -97,7 +97,7 @@ impl OwnFiles {
             &directory,
             &mut |path, relative| match self.0.contains_key(relative) {
                 true => Ok(()),
-                false => change::removed(path),
+                false => if_there(fs::remove_file(path)).map(drop),
             },
         )
     }
@@ -105,10 +105,8 @@ impl OwnFiles {
 
 /// Removes them. Fails while containers need them.
 pub fn remove(host: &Host) -> anyhow::Result<()> {
-    match fs::remove_dir_all(host.path(DIRECTORY)) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).context(DIRECTORY),
-        _ => Ok(()),
-    }
+    if_there(fs::remove_dir_all(host.path(DIRECTORY))).context(DIRECTORY)?;
+    Ok(())
 }
 
 /// Fails if containers of this node need the files: their shims and monitors have their paths.
@@ -141,10 +139,8 @@ pub fn unused(host: &Host) -> anyhow::Result<()> {
 }
 
 fn same(file: &File, path: &Path) -> io::Result<bool> {
-    let mut other = match File::open(path) {
-        Ok(other) => other,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
-        Err(e) => return Err(e),
+    let Some(mut other) = if_there(File::open(path))? else {
+        return Ok(false);
     };
     let (mine, theirs) = (file.metadata()?, other.metadata()?);
     if mine.len() != theirs.len() || mine.permissions().mode() != theirs.permissions().mode() {

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there};
 use serde::{Deserialize, Serialize};
 
 use super::change::{self, Change};
@@ -196,20 +196,18 @@ impl SetupRecord {
             own_files::remove(host)?;
         }
         for change in &self.changes {
-            change::removed(&change::beside(&host.path(change.path())))
-                .with_context(|| change.path().display().to_string())?;
+            if_there(std::fs::remove_file(change::beside(
+                &host.path(change.path()),
+            )))
+            .with_context(|| change.path().display().to_string())?;
         }
         for dir in self.made.iter().rev() {
             // It may hold other things by now.
             let _ = std::fs::remove_dir(host.path(dir));
         }
         let own = Path::new(DIRECTORY).join(&self.engine);
-        match std::fs::remove_dir_all(host.path(&own)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(e).with_context(|| own.display().to_string());
-            }
-            _ => {}
-        }
+        let removed = if_there(std::fs::remove_dir_all(host.path(&own)));
+        removed.with_context(|| own.display().to_string())?;
         for dir in own.ancestors().skip(1).take(2) {
             let _ = std::fs::remove_dir(host.path(dir));
         }

@@ -17,9 +17,10 @@ use cryopod_cuda::messages::protocol::{Op, Outcome, ProcessState};
 use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
 use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
-use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
+
+use cryopod_host::files::{if_there, read_bounded_from};
 
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -36,10 +37,10 @@ pub fn read_image() -> Result<Option<NvidiaImage>, Failed> {
     let failed = |cause: String| failure("image", None, cause);
     let path = criu::image_path(FILE_NAME)
         .ok_or_else(|| failed("CRIU does not tell its image directory".into()))?;
-    let file = match std::fs::File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(format!("cannot open {FILE_NAME}: {error}"))),
+    let opened = if_there(std::fs::File::open(&path));
+    let opened = opened.map_err(|error| failed(format!("cannot open {FILE_NAME}: {error}")))?;
+    let Some(file) = opened else {
+        return Ok(None);
     };
     let bytes = read_bounded_from(file, MAX_BYTES)
         .map_err(|error| failed(format!("cannot read {FILE_NAME}: {error}")))?;

@@ -13,10 +13,10 @@ pub mod render;
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, create_private};
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
@@ -151,11 +151,7 @@ fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let old = fs::metadata(path)?;
     let partial = path.with_file_name(".config.json.cryopod");
     let _ = fs::remove_file(&partial);
-    let mut file = fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&partial)?;
+    let mut file = create_private(&partial)?;
     let written = file
         .write_all(text)
         .and_then(|()| std::os::unix::fs::fchown(&file, Some(old.uid()), Some(old.gid())))

@@ -9,7 +9,7 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 use cryopod_archive::criu::network::{self, KEY};
-use cryopod_host::files::{open_regular, read_bounded_from};
+use cryopod_host::files::{if_there, open_regular, read_bounded_from};
 
 /// Largest image to read; these images are small.
 const MAX_BYTES: u64 = 16 << 20;
@@ -31,10 +31,7 @@ pub fn set_outer_network(images: &Path) -> io::Result<bool> {
         return Ok(false);
     };
     let path = images.join(network.file);
-    match fs::remove_file(&path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
+    if_there(fs::remove_file(&path))?;
     File::create_new(path)?.write_all(&network::image(Some(KEY)))?;
     Ok(true)
 }

@@ -1,8 +1,6 @@
 //! Writes the plugin's files of a checkpoint again, from its VRAM files.
 
-use std::fs::OpenOptions;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -12,6 +10,7 @@ use cryopod_archive::temporary::{self, Temporary};
 use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
+use cryopod_host::files::create_private;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 
@@ -61,13 +60,7 @@ fn region_to(
     path: &Path,
     config: &VramConfig,
 ) -> Result<(), String> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(|e| e.to_string())?;
+    let file = create_private(path).map_err(|e| e.to_string())?;
     // A full disk is an error here, and would be a signal below.
     let length = i64::try_from(bytes).map_err(|e| e.to_string())?;
     match fallocate(&file, FallocateFlags::empty(), 0, length) {

@@ -5,9 +5,9 @@
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::create_private;
 use flate2::Compression;
 use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
@@ -52,12 +52,7 @@ pub fn rewrite(from: &Path, to: &Path, nodes: &[TarNode]) -> Result<(), TarError
     let unread = "cannot read the archived /dev";
     let unwritten = "cannot write the changed /dev";
     let input = File::open(from).map_err(io(from, unread))?;
-    let output = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(to)
-        .map_err(io(to, unwritten))?;
+    let output = create_private(to).map_err(io(to, unwritten))?;
     let mut packer = GzEncoder::new(BufWriter::new(output), Compression::fast());
     let mut copy = Copy {
         input: MultiGzDecoder::new(BufReader::new(input)),

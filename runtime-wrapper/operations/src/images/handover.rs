@@ -26,7 +26,7 @@ use nix::fcntl::{Flock, FlockArg};
 use cryopod_archive::format::names;
 use cryopod_archive::store::{About, Reference, StoreError, find, gather, put};
 use cryopod_archive::vram::usual_threads;
-use cryopod_host::files::{own_directory, read_bounded};
+use cryopod_host::files::{if_there, own_directory, read_bounded};
 
 /// The directory of the links to entries.
 pub const DESK: &str = "/run/cryopod/away";
@@ -156,10 +156,8 @@ fn put_back(images: &Path, store: &Path) -> Result<(), StoreError> {
 }
 
 fn remove(store: &Path) -> Result<(), StoreError> {
-    match fs::remove_dir_all(store) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(StoreError::io(store, "remove it")(e)),
-        _ => Ok(()),
-    }
+    let removed = if_there(fs::remove_dir_all(store)).map(drop);
+    removed.map_err(StoreError::io(store, "remove it"))
 }
 
 /// Call before a checkpoint. Puts back what a killed export left: it belongs to the checkpoint that this one may

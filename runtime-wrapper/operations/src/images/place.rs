@@ -16,6 +16,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use cryopod_archive::format::names;
+use cryopod_host::files::if_there;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -220,12 +221,9 @@ impl Place {
 
     /// Returns the numbers of the entries with this prefix, in ascending order.
     fn numbers(&self, prefix: &str) -> io::Result<Vec<u64>> {
-        let entries = match fs::read_dir(&self.directory) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries?,
-        };
+        let entries = if_there(fs::read_dir(&self.directory))?;
         let mut found = Vec::new();
-        for entry in entries {
+        for entry in entries.into_iter().flatten() {
             let name = entry?.file_name();
             let digits = name.to_str().and_then(|name| name.strip_prefix(prefix));
             let digits = digits.filter(|d| d.bytes().all(|b| b.is_ascii_digit()));

@@ -10,7 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_gpu_plan::gpus::own_nodes;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there};
 use cryopod_host::spec::Spec;
 
 use crate::error::Error;
@@ -49,10 +49,8 @@ pub fn state_directory(host: &Host, spec: &Spec, root: Option<&Path>) -> Result<
         return Ok(());
     }
     let directory = root.unwrap_or(Path::new(CRUN_ROOT));
-    match open(directory) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(what(directory))(e)),
-        _ => Ok(()),
-    }
+    let opened = if_there(open(directory)).map(drop);
+    opened.map_err(Error::io(what(directory)))
 }
 
 fn what(directory: &Path) -> String {

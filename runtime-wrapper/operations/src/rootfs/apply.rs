@@ -2,15 +2,15 @@
 //! root, whatever links are there.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, lchown, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use cryopod_host::files::{open_in_root, open_regular};
+use cryopod_host::files::{create_private, if_there, open_in_root, open_regular};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use rustix::fs::{XattrFlags, fsetxattr};
@@ -67,10 +67,7 @@ impl OpenDirectory {
             Ok(_) => fs::remove_file(&path),
             Err(e) => Err(e),
         };
-        match removed {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        }
+        if_there(removed).map(drop)
     }
 }
 
@@ -192,11 +189,7 @@ fn file(
 ) -> io::Result<()> {
     let partial = directory.at(OsStr::new(PARTIAL));
     directory.remove(OsStr::new(PARTIAL))?;
-    let mut out = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&partial)?;
+    let mut out = create_private(&partial)?;
     let written = (|| {
         let written = io::copy(entry.content, &mut out)?;
         if written != entry.header.entry_size()? {

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::create_private;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use rustix::io::Errno;
 use tar::{Builder, EntryType, Header};
@@ -26,8 +27,7 @@ const MAX_PATH: usize = 4096;
 /// opened file is examined and read. Other types than directories and regular files are opened with O_PATH only.
 pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let _ = fs::remove_file(to);
-    let mut options = OpenOptions::new();
-    let to = options.write(true).create_new(true).mode(0o600).open(to)?;
+    let to = create_private(to)?;
     let mut walk = LayerWalk {
         tar: Builder::new(BufWriter::with_capacity(1 << 20, to)),
         links: HashMap::new(),

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::format::text::printable;
 use cryopod_gpu_plan::live;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there, read_bounded};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
@@ -293,9 +293,8 @@ const RESTORED_THAWED: &[u8] = b"freezer.state\x12\x06THAWED";
 /// freezer was frozen, and freezes again.
 pub fn restored_thawed(images: &Path) -> io::Result<()> {
     let path = images.join(CGROUP_IMAGE);
-    let mut image = match cryopod_host::files::read_bounded(&path, IMAGE_MAX) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        image => image?,
+    let Some(mut image) = if_there(read_bounded(&path, IMAGE_MAX))? else {
+        return Ok(());
     };
     let mut changed = false;
     for at in 0..image.len().saturating_sub(RESTORED_FROZEN.len() - 1) {

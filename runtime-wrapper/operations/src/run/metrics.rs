@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use cryopod_host::files::{own_directory, read_bounded};
+use cryopod_host::files::{if_there, own_directory, read_bounded};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
@@ -175,9 +175,8 @@ pub fn path() -> PathBuf {
 
 /// Reads the totals; none if nothing was counted yet, or the file is of another version.
 pub fn read(path: &Path) -> io::Result<Totals> {
-    let text = match read_bounded(path, MAX_BYTES) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Totals::default()),
-        text => text?,
+    let Some(text) = if_there(read_bounded(path, MAX_BYTES))? else {
+        return Ok(Totals::default());
     };
     let totals: Option<Totals> = serde_json::from_slice(&text).ok();
     Ok(totals.filter(|t| t.version == VERSION).unwrap_or_default())

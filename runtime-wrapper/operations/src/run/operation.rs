@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use cryopod_archive::container::surroundings::MountKind;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mounts::Provided;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -267,11 +267,8 @@ fn sweep(base: &Path, host: &Host) {
             continue;
         }
         abandoned::end(&entry.path());
-        match remove(&entry.path()) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                tracing::warn!("{}: cannot be removed: {e}", entry.path().display());
-            }
-            _ => {}
+        if let Err(e) = if_there(remove(&entry.path())) {
+            tracing::warn!("{}: cannot be removed: {e}", entry.path().display());
         }
     }
 }

@@ -14,7 +14,7 @@ use cryopod_archive::criu::privileges::{
     self, Capabilities, Credentials, NAMESPACES, Privileges, Thread,
 };
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::files::{Host, open_regular, read_bounded_from};
+use cryopod_host::files::{Host, if_there, open_regular, read_bounded_from};
 use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::processes::stat::StatusFile;
 use cryopod_host::sandbox::SandboxError;
@@ -204,13 +204,8 @@ pub(crate) fn open_data(images: &Path, name: &str) -> Result<Option<Vec<u8>>, Pr
 
 fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, PrivilegesError> {
     let path = images.join(name);
-    let read = || -> io::Result<Option<Vec<u8>>> {
-        match open_regular(&path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            file => read_bounded_from(file?, limit).map(Some),
-        }
-    };
-    read().map_err(|source| PrivilegesError::Read {
+    let read = open_regular(&path).and_then(|file| read_bounded_from(file, limit));
+    if_there(read).map_err(|source| PrivilegesError::Read {
         path: path.clone(),
         source,
     })

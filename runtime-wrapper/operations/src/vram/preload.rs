@@ -8,12 +8,12 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
-use cryopod_host::files::{Host, read_bounded_from};
+use cryopod_host::files::{Host, open_regular, read_bounded_from, replace};
 use cryopod_host::spec::Spec;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use serde_json::{Value, json};
@@ -114,32 +114,14 @@ fn installed(config: &Config) -> Result<PathBuf, Error> {
 }
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
-    let file = File::options()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::other("not a regular file"));
-    }
-    read_bounded_from(file, MAX_LIBRARY)
+    read_bounded_from(open_regular(path)?, MAX_LIBRARY)
 }
 
 /// Writes a file and renames it into place.
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let partial = path.with_file_name(format!(".{name}.{}", std::process::id()));
-    let _ = fs::remove_file(&partial);
-    let written = File::options()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(&partial)
-        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&partial, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&partial);
-    }
-    written
+    replace(path, &partial, mode, bytes)
 }
 
 /// The path of the library's copy, which is made if it is not there.

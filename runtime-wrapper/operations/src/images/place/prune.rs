@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
+use cryopod_host::files::if_there;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -116,10 +117,9 @@ impl Place {
 
     /// Returns false if it is being restored, or is not this program's.
     fn remove(&self, path: &Path) -> io::Result<bool> {
-        let _lock = match lock_file(&path.join(names::METADATA)) {
-            Ok(Some(lock)) => lock,
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => return Ok(false),
+        let locked = if_there(lock_file(&path.join(names::METADATA)))?;
+        let Some(_lock) = locked.flatten() else {
+            return Ok(false);
         };
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let removed = self.directory.join(format!("{REMOVED}{name}"));
@@ -134,10 +134,7 @@ impl Place {
     fn sweep_removed(&self) -> io::Result<()> {
         for number in self.numbers(REMOVED)? {
             let left = self.directory.join(format!("{REMOVED}{number:06}"));
-            match fs::remove_dir_all(left) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
+            if_there(fs::remove_dir_all(left))?;
         }
         Ok(())
     }

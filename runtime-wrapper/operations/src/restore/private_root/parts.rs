@@ -14,7 +14,7 @@ use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
 use nix::mount::{MsFlags, mount};
 use nix::sys::stat::Mode;
 
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there};
 
 use super::sharing;
 
@@ -66,11 +66,9 @@ impl Parts {
 
     /// Shows a file or directory with all that is mounted below it. Nothing where there is none: CRIU says so.
     pub(super) fn bind(&mut self, path: &Path) -> io::Result<()> {
-        match Detached::of(path, true) {
-            Ok(mount) => self.mounts.push((path.to_owned(), mount)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(at(path)(e)),
-        }
+        let mount = if_there(Detached::of(path, true)).map_err(at(path))?;
+        self.mounts
+            .extend(mount.map(|mount| (path.to_owned(), mount)));
         Ok(())
     }
 
