@@ -12,13 +12,14 @@ use cryopod_host::processes::stat::Stat;
 use cryopod_host::spec::Spec;
 
 use super::mount_flags::processes;
+use crate::error::Error;
 
 /// CRIU's stage at which each process is where it stays, and none runs.
 pub const STAGE: &str = "post-restore";
 
 /// Checks that all processes of this restored container are in its cgroup, or below it. A container that has none
 /// (podman's `--cgroups=disabled`) passes.
-pub fn check(host: &Host, spec: &Spec, id: &str, init: i32) -> Result<(), String> {
+pub fn check(host: &Host, spec: &Spec, id: &str, init: i32) -> Result<(), Error> {
     let by_systemd = || Some(PathBuf::from(spec.cgroup_path()?.trim_start_matches('/')));
     let Some(path) = spec.cgroup(id).map(PathBuf::from).or_else(by_systemd) else {
         return Ok(());
@@ -29,10 +30,10 @@ pub fn check(host: &Host, spec: &Spec, id: &str, init: i32) -> Result<(), String
     let pids: Vec<i32> = processes(host, init).into_iter().filter(lives).collect();
     match cgroups.outsider(&pids) {
         None => Ok(()),
-        Some((pid, cgroup)) => Err(format!(
+        Some((pid, cgroup)) => Err(Error::Failed(format!(
             "the images leave process {pid} outside of the container's cgroup {}, where no limit of the spec holds",
             cgroup.display()
-        )),
+        ))),
     }
 }
 
@@ -57,7 +58,7 @@ mod tests {
         }
         let check = |cgroup: &str| {
             let spec = Spec::from_json(json!({"linux": {"cgroupsPath": cgroup}}));
-            check(&Host::at(dir.path()), &spec, "c1", 7)
+            check(&Host::at(dir.path()), &spec, "c1", 7).map_err(|e| e.to_string())
         };
         for (named, path) in [
             ("/pod/c1", "pod/c1"),
