@@ -180,17 +180,16 @@ fn read_blob(
                 Err(e) => return fail(format!("blob {wanted} cannot be read: {e}")),
             }
         }
+        if have == 0 {
+            break;
+        }
         chunk.truncate(have);
         hash.update(&chunk);
-        if let Some(ready) = last.take()
+        if let Some(ready) = last.replace(chunk.into())
             && queue.blocking_send(Ok(ready)).is_err()
         {
             return Ok(()); // the transfer has ended
         }
-        if have == 0 {
-            return Ok(());
-        }
-        last = Some(chunk.into());
         if have < CHUNK {
             break;
         }
@@ -205,4 +204,27 @@ fn read_blob(
         let _ = queue.blocking_send(Ok(ready));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_chunk_of_a_changed_blob_is_held_back() {
+        for size in [0, 1, CHUNK, CHUNK + 1, 2 * CHUNK] {
+            let blob = vec![7; size];
+            let sent = |wanted: &Digest| {
+                let (sender, mut receiver) = tokio::sync::mpsc::channel(QUEUE);
+                let read = read_blob(&blob[..], wanted, &sender);
+                drop(sender);
+                let all: Vec<_> = std::iter::from_fn(|| receiver.blocking_recv()).collect();
+                let bytes: usize = all.iter().flatten().map(Bytes::len).sum();
+                (read.is_ok(), all.iter().all(Result::is_ok), bytes)
+            };
+            assert_eq!(sent(&Digest::of(&blob)), (true, true, size));
+            let held_back = (size.saturating_sub(1) / CHUNK) * CHUNK;
+            assert_eq!(sent(&Digest::of(b"other")), (false, false, held_back));
+        }
+    }
 }
