@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use oci_spec::distribution::Reference;
 
-use crate::session::{RegistryOrigin, RegistrySession, TokenAccess};
+use crate::session::{RegistrySession, TokenAccess};
+use crate::trust::{RegistryOrigin, Transport};
 use crate::{Error, RegistryOptions, auth};
 
 /// A registry that has answered, for one image.
@@ -29,31 +30,40 @@ impl Registry {
                 found.map(|stored| (stored, RegistryOrigin::Stored))
             }
         };
-        let with = |scheme| {
+        let with = |transport| {
             let session =
-                RegistrySession::new(image, scheme, access, credentials.clone(), options)?;
+                RegistrySession::new(image, transport, access, credentials.clone(), options)?;
             Ok::<_, Error>(Self {
                 session,
                 image: image.clone(),
                 step_limit: options.step_limit,
             })
         };
-        let ask = "asking for access";
-        let registry = with("https")?;
-        match registry.within(ask, registry.session.connect()).await {
-            Err(Error::Connect { .. }) if !options.tls_verify => {
-                let registry = with("http")?;
-                registry.within(ask, registry.session.connect()).await?;
-                Ok(registry)
+        // The certificate may be valid although nobody asks for that: credentials then go where they go otherwise.
+        let allowed: &[Transport] = match options.tls_verify {
+            true => &[],
+            false => &[Transport::UnverifiedTls, Transport::Plain],
+        };
+        let mut others = allowed.iter();
+        let mut transport = Transport::Tls;
+        loop {
+            let registry = with(transport)?;
+            let connected = registry.session.connect();
+            match registry.within("asking for access", connected).await {
+                Err(Error::Connect {
+                    registry, reason, ..
+                }) => match others.next() {
+                    Some(next) => transport = *next,
+                    None => {
+                        return Err(Error::Connect {
+                            registry,
+                            reason,
+                            tls: options.tls_verify,
+                        });
+                    }
+                },
+                done => return done.map(|()| registry),
             }
-            Err(Error::Connect {
-                registry, reason, ..
-            }) => Err(Error::Connect {
-                registry,
-                reason,
-                tls: options.tls_verify,
-            }),
-            done => done.map(|()| registry),
         }
     }
 

@@ -13,6 +13,7 @@ mod session;
 mod small;
 mod text;
 mod transfer;
+mod trust;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,8 +1,7 @@
 //! Queries a registry whose answers are untrusted.
 //!
-//! Tokens, manifests and error texts have a limit, and [`may_have`] decides where credentials may go.
+//! Tokens, manifests and error texts have a limit, and [`crate::trust`] decides where credentials may go.
 
-use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -18,6 +17,7 @@ use serde::Deserialize;
 
 use crate::auth::Login;
 use crate::text::{causes, shortened};
+use crate::trust::{RegistryOrigin, Transport, may_have};
 use crate::{Error, RegistryOptions};
 
 /// Largest token answer, in bytes.
@@ -32,18 +32,11 @@ pub(crate) enum TokenAccess {
     Push,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RegistryOrigin {
-    /// The command line, for exactly this registry.
-    Given,
-    /// An auth file, for a registry of this name, whoever answers.
-    Stored,
-}
-
 #[derive(Debug)]
 pub(crate) struct RegistrySession {
     http: Client,
     image: Reference,
+    transport: Transport,
     registry: Url,
     scope: String,
     credentials: Option<(Login, RegistryOrigin)>,
@@ -68,7 +61,7 @@ struct BearerToken {
 impl RegistrySession {
     pub(crate) fn new(
         image: &Reference,
-        scheme: &str,
+        transport: Transport,
         access: TokenAccess,
         credentials: Option<(Login, RegistryOrigin)>,
         options: &RegistryOptions,
@@ -81,12 +74,16 @@ impl RegistrySession {
         // An error means that another provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = Client::builder()
-            .danger_accept_invalid_certs(!options.tls_verify)
+            .danger_accept_invalid_certs(transport == Transport::UnverifiedTls)
             .read_timeout(options.stall_limit)
             .connect_timeout(options.step_limit)
             .user_agent(concat!("cryopod/", env!("CARGO_PKG_VERSION")))
             .build()
             .map_err(|e| wrong(causes(&e)))?;
+        let scheme = match transport {
+            Transport::Tls | Transport::UnverifiedTls => "https",
+            Transport::Plain => "http",
+        };
         let registry = format!("{scheme}://{}/v2/", image.resolve_registry());
         let registry = Url::parse(&registry).map_err(|e| wrong(e.to_string()))?;
         let actions = match access {
@@ -96,6 +93,7 @@ impl RegistrySession {
         Ok(Self {
             http,
             image: image.clone(),
+            transport,
             registry,
             scope: format!("repository:{}:{actions}", image.repository()),
             credentials,
@@ -301,12 +299,16 @@ impl RegistrySession {
                 self.no_access("it asks for a password, and the login is an identity token")
             );
         }
-        may_have(place, &self.registry, *origin)
-            .map_err(|reason| self.no_access(&reason.to_string()))?;
+        self.may_have(place, *origin)?;
         let header = HeaderValue::from_str(&credentials.basic());
         let mut header = header.map_err(|_| self.no_access("the credentials are no header"))?;
         header.set_sensitive(true);
         Ok(Some(header))
+    }
+
+    fn may_have(&self, place: &Url, origin: RegistryOrigin) -> Result<(), Error> {
+        may_have(place, &self.registry, self.transport, origin)
+            .map_err(|reason| self.no_access(&reason.to_string()))
     }
 
     async fn token(&self, realm: &str, service: Option<&str>) -> Result<String, Error> {
@@ -321,8 +323,7 @@ impl RegistrySession {
                 query.append_pair("service", service);
             }
             if let Some((credentials, origin)) = identity {
-                may_have(&realm, &self.registry, *origin)
-                    .map_err(|reason| self.no_access(&reason.to_string()))?;
+                self.may_have(&realm, *origin)?;
                 query.append_pair("grant_type", "refresh_token");
                 query.append_pair("client_id", "cryopod");
                 query.append_pair("refresh_token", &credentials.password);
@@ -402,46 +403,6 @@ impl RegistrySession {
     }
 }
 
-/// Why credentials stay here.
-#[derive(Debug, thiserror::Error)]
-enum NotSent {
-    #[error("stored credentials are not sent to {host} without TLS; --creds sends them")]
-    Stored { host: String },
-    #[error("it sends the credentials to {host}, and not over TLS alone")]
-    Elsewhere { host: String },
-}
-
-/// Checks whether `place` may get the credentials for `registry`.
-///
-/// Over TLS: the registry itself, and a realm that it names, as with docker and podman. Without TLS: only the registry
-/// itself, if it is on this host or the credentials are from the command line. Without TLS anybody on the network path
-/// could have named the realm.
-fn may_have(place: &Url, registry: &Url, origin: RegistryOrigin) -> Result<(), NotSent> {
-    let of = |url: &Url| {
-        (
-            url.host_str().map(str::to_owned),
-            url.port_or_known_default(),
-        )
-    };
-    let itself = of(place) == of(registry);
-    let host = place.host_str().unwrap_or_default();
-    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
-    let here = host == "localhost" || address.is_ok_and(|ip| ip.is_loopback());
-    let tls = place.scheme() == "https" && registry.scheme() == "https";
-    if tls
-        || itself
-            && place.scheme() == registry.scheme()
-            && (here || origin == RegistryOrigin::Given)
-    {
-        return Ok(());
-    }
-    let host = host.to_owned();
-    Err(match itself {
-        true => NotSent::Stored { host },
-        false => NotSent::Elsewhere { host },
-    })
-}
-
 /// Returns the first challenge of a header that we understand.
 fn challenge(header: &str) -> Option<Challenge> {
     let parsed = http_auth::parse_challenges(header).ok()?;
@@ -470,39 +431,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-
-    fn url(text: &str) -> Url {
-        Url::parse(text).unwrap()
-    }
-
-    #[test]
-    fn who_may_have_the_credentials() {
-        let far = url("https://r.example/v2/");
-        let plain = url("http://r.example:5000/v2/");
-        let here = url("http://127.0.0.1:5000/v2/");
-        let may = |place: &str, registry: &Url, origin| may_have(&url(place), registry, origin);
-        assert!(may("https://auth.example/token", &far, RegistryOrigin::Stored).is_ok());
-        assert!(may("https://r.example/v2/", &far, RegistryOrigin::Stored).is_ok());
-        // A realm without TLS, whatever the registry.
-        for registry in [&far, &plain, &here] {
-            for origin in [RegistryOrigin::Stored, RegistryOrigin::Given] {
-                assert!(may("http://evil.example/token", registry, origin).is_err());
-            }
-        }
-        // A realm that was named without TLS.
-        assert!(may("https://evil.example/token", &plain, RegistryOrigin::Given).is_err());
-        // The registry itself without TLS.
-        let said = may(
-            "http://r.example:5000/token",
-            &plain,
-            RegistryOrigin::Stored,
-        )
-        .unwrap_err();
-        assert!(matches!(said, NotSent::Stored { .. }), "{said}");
-        assert!(may("http://r.example:5000/token", &plain, RegistryOrigin::Given).is_ok());
-        assert!(may("http://127.0.0.1:5000/token", &here, RegistryOrigin::Stored).is_ok());
-        assert!(may("http://127.0.0.1:6000/token", &here, RegistryOrigin::Stored).is_err());
-    }
 
     #[test]
     fn challenges() {
@@ -563,8 +491,13 @@ mod tests {
         };
         crate::transfer::run(
             async {
-                let session =
-                    RegistrySession::new(&image, "http", TokenAccess::Pull, credentials, &options)?;
+                let session = RegistrySession::new(
+                    &image,
+                    Transport::Plain,
+                    TokenAccess::Pull,
+                    credentials,
+                    &options,
+                )?;
                 let answer = session.get("x", "manifests/1", &["a/b"]).await?;
                 session.bounded("x", answer, max).await
             },
