@@ -83,6 +83,20 @@ fn ended(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
     }
 }
 
+/// Asks again after each `pause` until it is so, and returns true, or until the time is up.
+pub fn wait_until(limit: Duration, pause: Duration, mut is_so: impl FnMut() -> bool) -> bool {
+    let end = Instant::now() + limit;
+    loop {
+        if is_so() {
+            return true;
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        thread::sleep(pause);
+    }
+}
+
 /// What a thread has read so far.
 struct OutputReader {
     read: Arc<Mutex<Vec<u8>>>,
@@ -91,10 +105,9 @@ struct OutputReader {
 
 impl OutputReader {
     fn bytes(self) -> Vec<u8> {
-        let end = Instant::now() + REST;
-        while !self.thread.is_finished() && Instant::now() < end {
-            thread::sleep(Duration::from_micros(200));
-        }
+        wait_until(REST, Duration::from_micros(200), || {
+            self.thread.is_finished()
+        });
         std::mem::take(&mut *self.read.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

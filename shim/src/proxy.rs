@@ -13,7 +13,9 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use cryopod_host::limited::wait_until;
 
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
@@ -63,10 +65,8 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     spawn("accept", move || server.accept(&listener)).map_err(Error::io("threads"))?;
     wait_for_end(watched);
     ours.remove();
-    let until = Instant::now() + LAST_WORDS;
-    while open.load(Ordering::Acquire) > 0 && Instant::now() < until {
-        thread::sleep(Duration::from_millis(5));
-    }
+    let is_quiet = || open.load(Ordering::Acquire) == 0;
+    wait_until(LAST_WORDS, Duration::from_millis(5), is_quiet);
     Ok(ExitCode::SUCCESS)
 }
 

@@ -3,11 +3,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use cryopod_host::limited::wait_until;
 use serde_json::Value;
 
 use crate::engines::engine::EngineCall;
@@ -78,12 +79,8 @@ impl Container {
 
     /// Fails if the container is paused: the driver's thread in it would not answer.
     pub fn is_unpaused(&self, host: &Host, name: &str) -> anyhow::Result<()> {
-        let until = Instant::now() + THAW;
-        while self.is_paused(host) {
-            if Instant::now() >= until {
-                bail!("{name}: it is paused, and its driver cannot work; unpause it first");
-            }
-            std::thread::sleep(THAW / 20);
+        if !wait_until(THAW, THAW / 20, || !self.is_paused(host)) {
+            bail!("{name}: it is paused, and its driver cannot work; unpause it first");
         }
         Ok(())
     }

@@ -25,10 +25,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
+use cryopod_host::limited::wait_until;
 use cryopod_operations::pause::hold;
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{SigSet, Signal};
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -131,14 +132,8 @@ fn ended(child: &mut Child, signals: &SigSet) -> anyhow::Result<ExitStatus> {
 
 /// Waits for what the child had called: an engine that still works changes the container.
 fn orphans_end(limit: Duration) {
-    let end = Instant::now() + limit;
-    while Instant::now() < end {
-        match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
-            Ok(WaitStatus::StillAlive) => thread::sleep(Duration::from_millis(50)),
-            Ok(_) => {}
-            Err(_) => return,
-        }
-    }
+    let none_is_left = || waitpid(None, Some(WaitPidFlag::WNOHANG)).is_err();
+    wait_until(limit, Duration::from_millis(50), none_is_left);
 }
 
 fn steps(args: &Args, directory: &Path) -> anyhow::Result<ExitCode> {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
+use cryopod_host::limited::wait_until;
 use cryopod_host::programs::Tools;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -235,14 +236,9 @@ impl Trial<'_> {
     }
 
     fn containerd_not_now(&self, waits: bool) -> Option<String> {
-        let end = Instant::now() + LIMIT;
-        while self.engine.run(&["version"]).is_err() {
-            if !waits || Instant::now() > end {
-                return Some("start containerd".into());
-            }
-            thread::sleep(Duration::from_secs(1));
-        }
-        None
+        let limit = if waits { LIMIT } else { Duration::ZERO };
+        let runs = || self.engine.run(&["version"]).is_ok();
+        (!wait_until(limit, Duration::from_secs(1), runs)).then(|| "start containerd".into())
     }
 
     fn ctr(&self, args: &[&str]) -> anyhow::Result<String> {

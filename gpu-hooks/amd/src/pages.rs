@@ -14,11 +14,12 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cryopod_archive::vram::{self, ChunkDigest, MemorySource, Vram, VramFacts};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
+use cryopod_host::limited::wait_until;
 
 pub use self::unpack::unpack;
 use crate::image::is_pages;
@@ -42,10 +43,7 @@ pub fn pack(
     let (dir, told) = (images.to_owned(), Arc::clone(&cancel));
     let thread = std::thread::spawn(move || write(&dir, &config, &told));
     let finished = |limit, interrupted: &dyn Fn() -> bool| {
-        let start = Instant::now();
-        while !thread.is_finished() && start.elapsed() < limit && !interrupted() {
-            std::thread::sleep(POLL);
-        }
+        wait_until(limit, POLL, || thread.is_finished() || interrupted());
         thread.is_finished()
     };
     if !finished(limit, &interrupted) {

@@ -21,6 +21,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use cryopod_host::files::{if_there, read_bounded_from};
+use cryopod_host::limited::wait_until;
 
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -401,19 +402,16 @@ fn kill_tree(root: i32) -> Result<(), Failed> {
         // SAFETY: a signal to a process that our own process traces.
         unsafe { libc::kill(*pid, libc::SIGKILL) };
     }
-    let deadline = Instant::now() + KILL_LIMIT;
     let alive = |pid: i32| procfs::stat(pid).is_some_and(|stat| !stat.exiting);
-    loop {
+    let gone = wait_until(KILL_LIMIT, Duration::from_millis(2), || {
         threads.retain(|tid| !reaped(*tid));
-        if threads.is_empty() && !alive(root) {
-            return Ok(());
-        }
-        if Instant::now() >= deadline {
-            let what = format!("killed, but not gone: {root}, {threads:?}");
-            return Err(failure("kill", Some(root), what));
-        }
-        std::thread::sleep(Duration::from_millis(2));
+        threads.is_empty() && !alive(root)
+    });
+    if !gone {
+        let what = format!("killed, but not gone: {root}, {threads:?}");
+        return Err(failure("kill", Some(root), what));
     }
+    Ok(())
 }
 
 fn reaped(tid: i32) -> bool {

@@ -1,5 +1,6 @@
 //! Wraps ptrace: stops, events, signal masks, and the system call that a thread is about to make.
 
+use cryopod_host::limited::wait_until;
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -181,18 +182,14 @@ pub(super) fn interrupted(tid: i32) -> io::Result<()> {
 /// Waits for the end of threads that are about to end, in any order: the last thread of a PID namespace's init process
 /// waits in the kernel until its tracer has learned of the others' end.
 pub(super) fn ended(mut tids: Vec<i32>) -> io::Result<()> {
-    let deadline = Instant::now() + STOP_LIMIT;
-    loop {
+    wait_until(STOP_LIMIT, TICK, || {
         tids.retain(|tid| poll_event(*tid) != Some(Event::Ended));
-        let Some(tid) = tids.first() else {
-            return Ok(());
-        };
-        if Instant::now() >= deadline {
-            let what = format!("thread {tid} does not end");
-            return Err(io::Error::new(io::ErrorKind::TimedOut, what));
-        }
-        std::thread::sleep(TICK);
-    }
+        tids.is_empty()
+    });
+    tids.first().map_or(Ok(()), |tid| {
+        let what = format!("thread {tid} does not end");
+        Err(io::Error::new(io::ErrorKind::TimedOut, what))
+    })
 }
 
 impl Drop for Seized {

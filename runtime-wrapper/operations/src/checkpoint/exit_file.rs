@@ -5,10 +5,11 @@
 //! container for ended, and its clean-up kills it.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use cryopod_host::limited::wait_until;
 use cryopod_host::processes::stat::Stat;
 
 /// A conmon that takes longer hangs.
@@ -41,16 +42,13 @@ impl<'a> ExitFile<'a> {
 
     /// Returns at once if the container goes on running.
     pub fn wait(&self) {
-        let end = Instant::now() + LIMIT;
-        while !live::is_alive(self.host, self.init)
-            && live::is_alive(self.host, self.conmon)
-            && !self.host.path(&self.path).exists()
-        {
-            if Instant::now() > end {
-                tracing::warn!("conmon does not write {}", self.path.display());
-                return;
-            }
-            std::thread::sleep(PAUSE);
+        let is_written = || {
+            live::is_alive(self.host, self.init)
+                || !live::is_alive(self.host, self.conmon)
+                || self.host.path(&self.path).exists()
+        };
+        if !wait_until(LIMIT, PAUSE, is_written) {
+            tracing::warn!("conmon does not write {}", self.path.display());
         }
     }
 }

@@ -6,11 +6,12 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cryopod_archive::format::text::printable;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::{Host, if_there, read_bounded};
+use cryopod_host::limited::wait_until;
 
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
@@ -113,14 +114,10 @@ impl Freezer {
         let frozen = Frozen {
             thaw: Some((self.file(), thaw)),
         };
-        let end = Instant::now() + LIMIT;
-        while !self.is_frozen() {
-            if Instant::now() >= end {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            std::thread::sleep(TICK);
+        match wait_until(LIMIT, TICK, || self.is_frozen()) {
+            true => Ok(frozen),
+            false => Err(io::ErrorKind::TimedOut.into()),
         }
-        Ok(frozen)
     }
 
     fn members(&self) -> Vec<i32> {

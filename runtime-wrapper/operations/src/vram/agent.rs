@@ -8,9 +8,10 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cryopod_cuda::messages::report::AgentReady;
+use cryopod_host::limited::wait_until;
 
 use crate::config::{Config, Nvidia};
 use crate::criu::plugins::NVIDIA_PLUGIN;
@@ -144,12 +145,9 @@ impl RunningAgent {
 impl Drop for RunningAgent {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
-        let end = Instant::now() + GOODBYE;
-        while Instant::now() < end {
-            match self.child.try_wait() {
-                Ok(None) => std::thread::sleep(Duration::from_millis(5)),
-                _ => return,
-            }
+        let has_ended = || !matches!(self.child.try_wait(), Ok(None));
+        if wait_until(GOODBYE, Duration::from_millis(5), has_ended) {
+            return;
         }
         // Not killed: when a driver call that hangs returns, the agent undoes it and ends by itself.
         tracing::error!(

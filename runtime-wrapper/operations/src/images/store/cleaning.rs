@@ -1,7 +1,9 @@
 //! Cleans the store up beside a checkpoint.
 
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use cryopod_host::limited::wait_until;
 
 use super::clean;
 use crate::config::Config;
@@ -32,9 +34,6 @@ impl Cleaning {
 impl Drop for Cleaning {
     fn drop(&mut self) {
         let Some(thread) = self.0.take() else { return };
-        let end = Instant::now() + WAIT;
-        while !thread.is_finished() && Instant::now() < end {
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_until(WAIT, Duration::from_millis(5), || thread.is_finished());
     }
 }
