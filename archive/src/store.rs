@@ -54,6 +54,8 @@ const MAX_TEXT: usize = 4096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
+    #[error(transparent)]
+    Archive(#[from] crate::Error),
     #[error("{path}: cannot {action}: {source}")]
     Io {
         path: PathBuf,

@@ -59,7 +59,7 @@ pub fn put(
     sweep_shared(&real);
     let id = random()?;
     let entry = real.join(&id);
-    let staging = Staging::directory(&entry, false).map_err(staged(&entry))?;
+    let staging = Staging::directory(&entry, false)?;
     let linked = link(images, staging.path(), &files)?;
     if !linked {
         room(store, staging.path(), &files)?;
@@ -96,7 +96,7 @@ pub fn put(
     if let Some(origin) = about.origin {
         origin.write(staging.path())?;
     }
-    staging.commit().map_err(staged(&entry))?;
+    staging.commit()?;
     // The entry is complete. From the next step on the directory refers to it and no longer needs its own files.
     let noted = note(images, &text);
     if noted.is_err() {
@@ -192,7 +192,7 @@ fn one(
         return Ok(());
     }
     let (from, place) = (images.join(&file.name), to.join(&file.name));
-    let source = open_regular(&from).map_err(staged(&from))?;
+    let source = open_regular(&from)?;
     let wrap = |action| StoreError::io(&place, action);
     let mut copy = match linked {
         true => None,
@@ -231,25 +231,6 @@ fn random() -> Result<String, StoreError> {
         .and_then(|mut f| f.read_exact(&mut random))
         .map_err(StoreError::io(source, "read it"))?;
     Ok(random.iter().map(|b| format!("{b:02x}")).collect())
-}
-
-fn staged(path: &Path) -> impl FnOnce(crate::Error) -> StoreError + use<> {
-    let path = path.to_owned();
-    move |e| match e {
-        crate::Error::Io {
-            path,
-            action,
-            source,
-        } => StoreError::Io {
-            path,
-            action,
-            source,
-        },
-        other => StoreError::Unusable {
-            path,
-            reason: other.to_string(),
-        },
-    }
 }
 
 /// Writes the reference into the image directory, atomically and durably.

@@ -19,7 +19,6 @@ use crate::session::{
 };
 use cryopod_cuda::messages::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
 use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome, ProcessState, QUERY_MS};
-use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -513,12 +512,6 @@ impl Dump {
             }
         }
         self.session.disconnect();
-        let good = succeeded && self.session.failed().is_none();
-        let outcome = if good {
-            PluginOutcome::Done
-        } else {
-            PluginOutcome::Failed
-        };
-        self.session.write_report(outcome);
+        self.session.write_last_report(succeeded);
     }
 }

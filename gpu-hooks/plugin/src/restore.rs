@@ -14,7 +14,6 @@ use crate::session::{
 use cryopod_cuda::gpus::gpu::{GpuUuid, mapped};
 use cryopod_cuda::messages::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_cuda::messages::protocol::{Op, Outcome, ProcessState};
-use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
 use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
 use std::collections::HashMap;
@@ -292,13 +291,7 @@ impl Restore {
             self.session
                 .fail(failure("restore", None, "CRIU never came to the GPU part"));
         }
-        let good = succeeded && self.session.failed().is_none();
-        let outcome = if good {
-            PluginOutcome::Done
-        } else {
-            PluginOutcome::Failed
-        };
-        self.session.write_report(outcome);
+        self.session.write_last_report(succeeded);
     }
 }
 

@@ -16,7 +16,6 @@ use cryopod_cuda::procfs;
 use cryopod_cuda::released::{Released, is_ours};
 use cryopod_cuda::vram::{VramConfig, VramDone};
 use std::ffi::c_void;
-use std::path::Path;
 use std::time::Instant;
 
 /// Boxed: it is rare and large.
@@ -289,7 +288,14 @@ impl Session {
         self.batch(vec![Op::Commit], &mut []).map(drop)
     }
 
-    pub fn write_report(&self, outcome: PluginOutcome) {
+    pub fn write_last_report(&self, succeeded: bool) {
+        self.write_report(match succeeded && self.failed().is_none() {
+            true => PluginOutcome::Done,
+            false => PluginOutcome::Failed,
+        });
+    }
+
+    fn write_report(&self, outcome: PluginOutcome) {
         let Some(path) = &self.config.report else {
             return;
         };
@@ -309,16 +315,10 @@ impl Session {
             pause_us: self.pause_us,
             nccl: self.nccl_done.clone(),
         };
-        write_json(path, &report);
-    }
-}
-
-fn write_json(path: &Path, value: &PluginReport) {
-    if let Err(error) = cryopod_cuda::write_json(path, value) {
-        criu::log(
-            Level::Warn,
-            &format!("cannot write {}: {error}", path.display()),
-        );
+        if let Err(error) = cryopod_cuda::write_json(path, &report) {
+            let text = format!("cannot write {}: {error}", path.display());
+            criu::log(Level::Warn, &text);
+        }
     }
 }
 

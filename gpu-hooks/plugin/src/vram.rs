@@ -84,11 +84,7 @@ impl VramSteps {
         let mut dropped = None;
         let mut ahead = "";
         let mut answer = || -> Result<Captured, String> {
-            let buffer = match outcome {
-                Outcome::Buffer(buffer) => buffer,
-                Outcome::Error(error) => return Err(error.message.clone()),
-                other => return Err(format!("unexpected answer {other:?}")),
-            };
+            let buffer = outcome.buffer()?;
             dropped = Some(buffer.id);
             if buffer.reserved {
                 ahead = ", allocated ahead";

@@ -384,6 +384,17 @@ pub enum Outcome {
     Error(DriverError),
 }
 
+impl Outcome {
+    /// Returns the buffer, or why there is none.
+    pub fn buffer(&self) -> Result<&SharedBuffer, String> {
+        match self {
+            Self::Buffer(buffer) => Ok(buffer),
+            Self::Error(error) => Err(error.message.clone()),
+            other => Err(format!("unexpected answer {other:?}")),
+        }
+    }
+}
+
 /// What was done with NCCL's communicators.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NcclDone {

@@ -267,7 +267,14 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        let (buffer, bytes, mut held) = (taken.buffer, taken.bytes, taken.pieces);
+        let (buffer, mut held) = (taken.buffer, taken.pieces);
+        let out_with = |buffer: SharedBuffer, held| TakenOut::Out {
+            writes: files.is_written_ahead(buffer.id),
+            buffer,
+            bytes: taken.bytes,
+            copied: taken.copied,
+            held,
+        };
         if let Some((room, ranges)) = taken.later {
             let named = |piece: &Piece| HeldPiece {
                 offset: piece.offset,
@@ -291,14 +298,7 @@ impl Preloads {
                 }),
             };
             self.out().insert(pid, out);
-            let writes = files.is_written_ahead(buffer.id);
-            return Ok(TakenOut::Out {
-                buffer,
-                bytes,
-                writes,
-                copied: taken.copied,
-                held: named,
-            });
+            return Ok(out_with(buffer, named));
         }
         drop(pieces);
         let file = match files.file(buffer.id) {
@@ -319,14 +319,7 @@ impl Preloads {
         };
         self.out().insert(pid, out);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
-            let writes = files.is_written_ahead(buffer.id);
-            return Ok(TakenOut::Out {
-                buffer,
-                bytes,
-                writes,
-                copied: taken.copied,
-                held: Vec::new(),
-            });
+            return Ok(out_with(buffer, Vec::new()));
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
         call_off(buffer.id, files);

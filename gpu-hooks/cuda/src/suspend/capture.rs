@@ -119,11 +119,7 @@ impl Attendant for Capture<'_> {
 /// Gives the driver the memory that it asks for.
 fn answer(thread: &mut Released, bytes: u64, outcome: &Outcome) -> Result<Captured, String> {
     let (pid, tid) = thread.ids();
-    let buffer = match outcome {
-        Outcome::Buffer(buffer) => buffer,
-        Outcome::Error(error) => return Err(error.message.clone()),
-        other => return Err(format!("unexpected answer {other:?}")),
-    };
+    let buffer = outcome.buffer()?;
     let file = File::options().read(true).write(true).open(&buffer.path);
     let address = file
         .and_then(|file| thread.substitute(&file, bytes))

@@ -310,13 +310,14 @@ mod tests {
         }
     }
 
-    fn older(place: &Place, by: Duration) {
+    fn renewed_at(place: &Place, time: SystemTime) {
         let (number, _) = place.held().unwrap().unwrap();
-        let file = File::options()
-            .write(true)
-            .open(place.lease(number))
-            .unwrap();
-        file.set_modified(SystemTime::now() - by).unwrap();
+        let file = File::options().write(true).open(place.lease(number));
+        file.unwrap().set_modified(time).unwrap();
+    }
+
+    fn older(place: &Place, by: Duration) {
+        renewed_at(place, SystemTime::now() - by);
     }
 
     #[test]
@@ -362,13 +363,7 @@ mod tests {
     fn a_clock_that_jumps_back_frees_nothing() {
         let (_dir, place) = place();
         place.take(&on("a", "1"), LONG).unwrap();
-        let (number, _) = place.held().unwrap().unwrap();
-        let file = File::options()
-            .write(true)
-            .open(place.lease(number))
-            .unwrap();
-        file.set_modified(SystemTime::now() + Duration::from_secs(9000))
-            .unwrap();
+        renewed_at(&place, SystemTime::now() + Duration::from_secs(9000));
         assert!(place.take(&on("b", "2"), LONG).is_err());
     }
 
