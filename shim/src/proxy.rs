@@ -157,19 +157,26 @@ fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl ProxyLink {
-    fn pump_answers(&self, from: &mut UnixStream) -> io::Result<()> {
-        while let Some(mut frame) = Frame::read(from)? {
+    fn pump_answers(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
+        while let Some(frame) = Frame::read(from)? {
             let watched = match frame.header.type_ {
                 MESSAGE_TYPE_RESPONSE => lock(&self.watched).remove(&frame.header.stream_id),
                 _ => None,
             };
-            if let Some(watched) = watched
-                && let Ok(response) = Response::parse_from_bytes(&frame.body)
-            {
-                let response = self.tasks.response(watched, response);
-                frame.body = response.write_to_bytes().map_err(io::Error::other)?;
+            let response = Response::parse_from_bytes(&frame.body);
+            match (watched, response) {
+                (Some(watched), Ok(response)) if rpc::succeeded(&response) => {
+                    self.answer(&frame, &self.tasks.response(watched, response))?;
+                }
+                // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.
+                (Some(watched), Ok(response)) => {
+                    let link = Arc::clone(self);
+                    spawn("failed call", move || {
+                        let _ = link.answer(&frame, &link.tasks.response(watched, response));
+                    })?;
+                }
+                _ => frame.write(&mut *lock(&self.client))?,
             }
-            frame.write(&mut *lock(&self.client))?;
         }
         Ok(())
     }
@@ -235,5 +242,62 @@ impl HeldCall for HeldFrame {
 
     fn answer(self: Box<Self>, response: Response) {
         let _ = self.link.answer(&self.frame, &response);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use containerd_shim::api::{CreateTaskRequest, ResumeRequest};
+    use containerd_shim::protos::protobuf::MessageDyn;
+    use containerd_shim::protos::ttrpc::proto::MessageHeader;
+
+    #[test]
+    fn a_failed_resume_does_not_hold_back_other_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("stock");
+        // It accepts the question for the container's state, and does not answer it.
+        let silent = UnixListener::bind(&path).unwrap();
+        let upstream = Address(path.to_str().unwrap().to_owned());
+        let tasks = Tasks::new(None, upstream, "default");
+        let call = |method: &str, message: &dyn MessageDyn| {
+            let mut request = Request::new();
+            request.service = "containerd.task.v2.Task".into();
+            request.method = method.into();
+            request.payload = message.write_to_bytes_dyn().unwrap();
+            tasks.request(&request).1.unwrap()
+        };
+        let mut create = CreateTaskRequest::new();
+        create.id = "c1".into();
+        create.bundle = dir.path().to_str().unwrap().to_owned();
+        call("Create", &create);
+        let mut resume = ResumeRequest::new();
+        resume.id = "c1".into();
+        let watched = call("Resume", &resume);
+        let (client, mut containerd) = UnixStream::pair().unwrap();
+        let (mut stock, mut answers) = UnixStream::pair().unwrap();
+        let link = Arc::new(ProxyLink {
+            tasks: Arc::new(tasks),
+            client: Mutex::new(client),
+            stock: Mutex::new(UnixStream::pair().unwrap().0),
+            watched: Mutex::new(HashMap::from([(1, watched)])),
+            checkpoints: Mutex::default(),
+        });
+        let pump = thread::spawn(move || link.pump_answers(&mut answers));
+        for (stream, code) in [(1, Code::UNKNOWN), (3, Code::OK)] {
+            let header = MessageHeader {
+                stream_id: stream,
+                type_: MESSAGE_TYPE_RESPONSE,
+                ..MessageHeader::default()
+            };
+            let body = rpc::failure(code, "").write_to_bytes().unwrap();
+            Frame { header, body }.write(&mut stock).unwrap();
+        }
+        let mut next = || Frame::read(&mut containerd).unwrap().unwrap();
+        assert_eq!(next().header.stream_id, 3);
+        drop(silent);
+        assert_eq!(next().header.stream_id, 1);
+        drop(stock);
+        pump.join().unwrap().unwrap();
     }
 }
