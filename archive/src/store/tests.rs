@@ -2,6 +2,8 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
+use cryopod_host::files::Host;
+
 use super::*;
 
 const ABOUT: About<'_> = About {
@@ -41,12 +43,7 @@ fn set_up_in(dir: tempfile::TempDir) -> (tempfile::TempDir, PathBuf, PathBuf) {
 }
 
 fn names_of(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> = entries
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
+    Host::at(dir).names("/")
 }
 
 #[test]

@@ -259,8 +259,15 @@ impl<'a> Writer<'a> {
         let pieces: Vec<&[u8]> = sources.iter().flat_map(|s| s.bytes.chunks(size)).collect();
         let known = self.known_of_parent();
         let mut rows = self.translated(sources, memory, size);
-        let settled = self.settled(sources, memory, size);
-        let digests = self.digests(sources, memory, size);
+        // Whether a chunk cannot have changed since it was written, and its digest, if others have made it.
+        let settled = of_chunks(sources, memory, size, |memory, _| {
+            memory.and_then(|m| self.settled.get(m)).copied() == Some(true)
+        });
+        let digests = of_chunks(sources, memory, size, |memory, chunk| {
+            memory
+                .and_then(|m| self.digests.get(m)?.get(chunk))
+                .copied()
+        });
         let (ahead, changed) = self.drop_changed(&pieces, &settled, &mut rows)?;
         self.known = Mutex::new(known);
         lock(&self.known).extend(rows.iter().enumerate().filter_map(|(number, row)| {
@@ -389,42 +396,6 @@ impl<'a> Writer<'a> {
             }
         }
         rows
-    }
-
-    /// For each of the sources' chunks whether it cannot have changed since it was written.
-    fn settled(
-        &self,
-        sources: &[MemorySource<'_>],
-        memory: &[Option<usize>],
-        size: usize,
-    ) -> Vec<bool> {
-        let of = |s: usize| {
-            let number = memory.get(s).copied().flatten();
-            number.and_then(|m| self.settled.get(m)).copied()
-        };
-        let each = sources.iter().enumerate();
-        each.flat_map(|(s, source)| {
-            let count = source.bytes.len().div_ceil(size);
-            std::iter::repeat_n(of(s).unwrap_or(false), count)
-        })
-        .collect()
-    }
-
-    /// For each of the sources' chunks its digest, if others have made it.
-    fn digests(
-        &self,
-        sources: &[MemorySource<'_>],
-        memory: &[Option<usize>],
-        size: usize,
-    ) -> Vec<Option<ChunkDigest>> {
-        let each = sources.iter().enumerate();
-        each.flat_map(|(s, source)| {
-            let number = memory.get(s).copied().flatten();
-            let made = number.and_then(|m| self.digests.get(m));
-            let count = source.bytes.len().div_ceil(size);
-            (0..count).map(move |i| made.and_then(|made| made.get(i)).copied())
-        })
-        .collect()
     }
 
     /// Forgets what has changed since it was written, and what refers to that. Returns how many chunks there were, and
@@ -561,6 +532,21 @@ fn place_ahead(memory: usize, chunk: usize) -> u64 {
 }
 
 /// The number of the first of so many each.
+/// Returns what `value` is of each of the sources' chunks, by the number of its memory and its own number in that.
+fn of_chunks<T>(
+    sources: &[MemorySource<'_>],
+    memory: &[Option<usize>],
+    size: usize,
+    value: impl Fn(Option<usize>, usize) -> T,
+) -> Vec<T> {
+    let each = sources.iter().enumerate().flat_map(|(s, source)| {
+        let memory = memory.get(s).copied().flatten();
+        let count = source.bytes.len().div_ceil(size);
+        (0..count).map(move |chunk| (memory, chunk))
+    });
+    each.map(|(memory, chunk)| value(memory, chunk)).collect()
+}
+
 fn starts(counts: &[usize]) -> Vec<usize> {
     let sum = |all: &mut usize, count: &usize| {
         let start = *all;

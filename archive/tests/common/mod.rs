@@ -3,11 +3,11 @@
 
 use cryopod_test_files::TestFiles;
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::limits::Limits;
 use cryopod_archive::source::Source;
+use cryopod_host::files::Host;
 
 pub const PODMAN_CONFIG: &str = r#"{"id":"0123456789abcdef","name":"web","lockID":3,"runtime":"cryopod-runtime","rootfsImageID":"aa","rootfsImageName":"docker.io/library/web:1","createdTime":"2026-01-02T03:04:05Z"}"#;
 
@@ -74,10 +74,5 @@ pub fn content(source: &Source) -> BTreeMap<String, Option<Vec<u8>>> {
 
 /// Names in a directory, also hidden ones.
 pub fn listing(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> = fs::read_dir(dir)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
+    Host::at(dir).names("/")
 }

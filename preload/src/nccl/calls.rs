@@ -137,35 +137,25 @@ macro_rules! one {
 }
 all_functions!(define);
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclSend(
-    buffer: usize,
-    count: usize,
-    kind: usize,
-    peer: c_int,
-    comm: usize,
-    stream: usize,
-) -> c_int {
-    let to = Kind::SendTo(peer.unsigned_abs());
-    let arguments = [buffer, count, kind, peer as usize, comm, stream];
-    // SAFETY: the program's arguments.
-    unsafe { enqueue(Function::ncclSend, arguments, 4, to) }
+macro_rules! with_peer {
+    ($name:ident => $kind:path) => {
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(
+            buffer: usize,
+            count: usize,
+            kind: usize,
+            peer: c_int,
+            comm: usize,
+            stream: usize,
+        ) -> c_int {
+            let arguments = [buffer, count, kind, peer as usize, comm, stream];
+            // SAFETY: the program's arguments.
+            unsafe { enqueue(Function::$name, arguments, 4, $kind(peer.unsigned_abs())) }
+        }
+    };
 }
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclRecv(
-    buffer: usize,
-    count: usize,
-    kind: usize,
-    peer: c_int,
-    comm: usize,
-    stream: usize,
-) -> c_int {
-    let from = Kind::ReceiveFrom(peer.unsigned_abs());
-    let arguments = [buffer, count, kind, peer as usize, comm, stream];
-    // SAFETY: the program's arguments.
-    unsafe { enqueue(Function::ncclRecv, arguments, 4, from) }
-}
+with_peer!(ncclSend => Kind::SendTo);
+with_peer!(ncclRecv => Kind::ReceiveFrom);
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupStart() -> c_int {

@@ -1,4 +1,5 @@
 use super::*;
+use cryopod_host::files::Host;
 
 /// A bundle with large and small images, below a directory.
 fn images() -> (tempfile::TempDir, PathBuf) {
@@ -18,12 +19,7 @@ fn images() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<_> = fs::read_dir(dir)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
-    names
+    Host::at(dir).names("/")
 }
 
 fn handed(images: &Path) {
