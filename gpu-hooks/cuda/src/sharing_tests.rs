@@ -1,5 +1,5 @@
 use super::*;
-use std::os::unix::fs::symlink;
+use cryopod_test_files::TestFiles;
 
 const CONTEXT: &str = "204a00000-204c00000 rw-s 204a00000 00:06 7                /dev/nvidia-uvm\n";
 const SHM: [&str; 3] = [
@@ -19,9 +19,7 @@ impl Machine {
     }
 
     fn write(&self, name: &str, text: &str) {
-        let path = self.0.path().join("proc").join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
+        self.0.path().join("proc").put(name, text);
     }
 
     /// Process `pid`, 100 less in its container, with these sockets, maps and variables, in the network namespace 1.
@@ -31,12 +29,10 @@ impl Machine {
         self.write(&format!("{pid}/maps"), maps);
         self.write(&format!("{pid}/environ"), &environment.join("\0"));
         let proc = self.0.path().join("proc").join(pid.to_string());
-        for directory in ["fd", "ns"] {
-            fs::create_dir_all(proc.join(directory)).unwrap();
-        }
-        symlink("net:[1]", proc.join("ns/net")).unwrap();
+        proc.dir("fd");
+        proc.link("ns/net", "net:[1]");
         for (n, inode) in sockets.iter().enumerate() {
-            symlink(format!("socket:[{inode}]"), proc.join(format!("fd/{n}"))).unwrap();
+            proc.link(format!("fd/{n}"), format!("socket:[{inode}]"));
         }
     }
 

@@ -8,6 +8,8 @@
 mod descriptors;
 mod file_systems;
 mod files;
+#[cfg(test)]
+mod fixtures;
 pub mod limits;
 mod namespaces;
 mod sockets;

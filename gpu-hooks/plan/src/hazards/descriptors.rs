@@ -220,59 +220,28 @@ fn driver_of(host: &Host, major: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::{fd, file, process, scan, texts};
     use super::*;
-    use cryopod_host::processes::FileFacts;
-    use std::fs;
-
-    fn fd(number: u32, target: &str) -> Fd {
-        Fd {
-            number: number.to_string(),
-            target: target.into(),
-            ..Fd::default()
-        }
-    }
+    use cryopod_test_files::TestFiles;
 
     fn of_kind(target: &str, kind: u32, device: Option<(u64, u64)>) -> Fd {
-        Fd {
-            device,
-            file: Some(FileFacts {
-                kind,
-                links: 1,
-                bytes: 0,
-                device: (0, 5),
-                inode: 7,
-            }),
-            ..fd(3, target)
-        }
+        let file = file(target, kind, 1, 0, 7);
+        Fd { device, ..file }
     }
 
     fn host(fdinfo: &[(u32, &str)]) -> (tempfile::TempDir, Host) {
         let dir = tempfile::tempdir().unwrap();
-        let proc = dir.path().join("proc/700000001/fdinfo");
-        fs::create_dir_all(&proc).unwrap();
         for (number, text) in fdinfo {
-            fs::write(proc.join(number.to_string()), text).unwrap();
+            dir.put(format!("proc/700000001/fdinfo/{number}"), text);
         }
         let devices = "Character devices:\n  1 mem\n116 alsa\n511 nvidia-uvm\n510 kfd\n\nBlock devices:\n  7 loop\n";
-        fs::write(dir.path().join("proc/devices"), devices).unwrap();
+        dir.put("proc/devices", devices);
         let host = Host::at(dir.path());
         (dir, host)
     }
 
     fn told(host: &Host, fds: Vec<Fd>) -> Vec<String> {
-        let process = Process {
-            pid: 700_000_001,
-            comm: "python3".into(),
-            fds,
-            ..Process::default()
-        };
-        let scan = Scan {
-            processes: vec![process],
-        };
-        descriptors(&scan, host)
-            .iter()
-            .map(ToString::to_string)
-            .collect()
+        texts(&descriptors(&scan(fds), host))
     }
 
     #[test]
@@ -362,11 +331,8 @@ mod tests {
             [""; 0]
         );
         // A real process would be asked about its other descriptors; without others there is none that it could be.
-        let process = Process {
-            pid: 700_000_001,
-            ..Process::default()
-        };
-        let said = stale_epoll(&process, &epoll(), &host).unwrap().0;
+        let alone = process(700_000_001, Vec::new());
+        let said = stale_epoll(&alone, &epoll(), &host).unwrap().0;
         assert!(
             said.contains("descriptor 4) that watches descriptor 5"),
             "{said}"
@@ -383,10 +349,7 @@ mod tests {
             .add(&read, EpollEvent::new(EpollFlags::EPOLLIN, 0))
             .unwrap();
         let number = |fd: &dyn AsRawFd| u32::try_from(fd.as_raw_fd()).unwrap();
-        let process = Process {
-            pid: i32::try_from(std::process::id()).unwrap(),
-            ..Process::default()
-        };
+        let process = process(i32::try_from(std::process::id()).unwrap(), Vec::new());
         let watched = number(&read);
         let of = |other| is_watched(&process, number(&epoll.0), watched, other);
         assert_ne!(of(watched), Some(false));

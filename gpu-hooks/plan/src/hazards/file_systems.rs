@@ -75,6 +75,7 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::texts;
     use super::*;
     use cryopod_archive::container::surroundings::MountKind;
     use serde_json::json;
@@ -112,10 +113,7 @@ mod tests {
             mount("/over", "overlay", "/"),
             mount("/in/it", "overlay", "/"),
         ];
-        let said: Vec<String> = refusals(&mounts, &spec, &foreign)
-            .iter()
-            .map(ToString::to_string)
-            .collect();
+        let said = texts(&refusals(&mounts, &spec, &foreign));
         assert_eq!(said.len(), 3, "{said:?}");
         assert!(
             said[0].contains("/over is an overlay of directories on the host"),

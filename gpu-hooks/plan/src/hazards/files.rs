@@ -159,35 +159,8 @@ fn covered(root: &File, fd: &Fd) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::{file as fd, scan};
     use super::*;
-    use cryopod_host::processes::FileFacts;
-
-    fn fd(target: &str, kind: u32, links: u64, bytes: u64, inode: u64) -> Fd {
-        Fd {
-            number: "3".into(),
-            target: target.into(),
-            mount: Some(50),
-            file: Some(FileFacts {
-                kind,
-                links,
-                bytes,
-                device: (0, 48),
-                inode,
-            }),
-            ..Fd::default()
-        }
-    }
-
-    fn scan(fds: Vec<Fd>) -> Scan {
-        Scan {
-            processes: vec![Process {
-                pid: 700_000_001,
-                comm: "python3".into(),
-                fds,
-                ..Process::default()
-            }],
-        }
-    }
 
     #[test]
     fn deleted_files_above_the_limit() {

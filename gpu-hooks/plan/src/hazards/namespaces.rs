@@ -117,34 +117,21 @@ pub(super) fn shared_user_namespace(spec: &Spec) -> Option<Refusal> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::{self, fd, texts};
     use super::*;
-    use cryopod_host::processes::{Fd, Process};
+    use cryopod_host::processes::Process;
 
     fn process(pid: i32, namespaces: &[(&'static str, &str)], fds: &[&str]) -> Process {
+        let namespaces = namespaces.iter().map(|(k, v)| (*k, (*v).to_owned()));
+        let fds = fds.iter().map(|target| fd(7, target));
         Process {
-            pid,
-            comm: "python3".into(),
-            state: 'S',
-            namespaces: namespaces
-                .iter()
-                .map(|(k, v)| (*k, (*v).to_owned()))
-                .collect(),
-            fds: fds
-                .iter()
-                .map(|t| Fd {
-                    number: "7".into(),
-                    target: (*t).to_owned(),
-                    ..Fd::default()
-                })
-                .collect(),
-            ..Process::default()
+            namespaces: namespaces.collect(),
+            ..fixtures::process(pid, fds.collect())
         }
     }
 
     fn told(own_network: bool, processes: Vec<Process>) -> Vec<String> {
-        let scan = Scan { processes };
-        let refusals = namespaces(&scan, own_network);
-        refusals.iter().map(ToString::to_string).collect()
+        texts(&namespaces(&Scan { processes }, own_network))
     }
 
     #[test]

@@ -171,27 +171,15 @@ fn has_unix_socket(process: &Process) -> bool {
 #[cfg(test)]
 fn socket(inode: u32, protocol: &str) -> Fd {
     Fd {
-        number: inode.to_string(),
-        target: format!("socket:[{inode}]"),
         protocol: Some(protocol.to_owned()),
-        ..Fd::default()
+        ..super::fixtures::fd(inode, &format!("socket:[{inode}]"))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::{scan, texts};
     use super::*;
-
-    fn scan(fds: Vec<Fd>) -> Scan {
-        Scan {
-            processes: vec![Process {
-                pid: 7,
-                comm: "server".into(),
-                fds,
-                ..Process::default()
-            }],
-        }
-    }
 
     #[test]
     fn protocols_that_criu_does_not_know() {
@@ -203,12 +191,13 @@ mod tests {
             socket(3, "AF_VSOCK"),
             socket(4, "TCP"),
         ];
-        let said: Vec<String> = protocols(&scan(fds))
-            .iter()
-            .map(ToString::to_string)
-            .collect();
+        let said = texts(&protocols(&scan(fds)));
         assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].contains("process 7 (server): has a socket that CRIU cannot dump (MPTCP)"));
+        assert!(
+            said[0].contains(
+                "process 700000001 (python3): has a socket that CRIU cannot dump (MPTCP)"
+            )
+        );
         assert!(said[0].contains("GODEBUG=multipathtcp=0"), "{said:?}");
         assert!(said[1].contains("AF_VSOCK"), "{said:?}");
     }
@@ -227,8 +216,7 @@ mod tests {
     fn halves(own: &[u32], sockets: Vec<UnixSocket>) -> Vec<String> {
         let scan = scan(own.iter().map(|i| socket(*i, "UNIX")).collect());
         let sockets = sockets.into_iter().map(|s| (s.inode, s)).collect();
-        let refusals = super::halves(&scan, &sockets);
-        refusals.iter().map(ToString::to_string).collect()
+        texts(&super::halves(&scan, &sockets))
     }
 
     #[test]
@@ -281,7 +269,7 @@ mod tests {
                 vec![unix(1, 9, typ, ""), unix(9, 1, typ, "/run/x.sock")],
             );
             assert_eq!(said.len(), 1, "{said:?}");
-            assert!(said[0].contains("process 7 (server): is connected to a process outside of the container through a Unix socket (/run/x.sock)"), "{said:?}");
+            assert!(said[0].contains("process 700000001 (python3): is connected to a process outside of the container through a Unix socket (/run/x.sock)"), "{said:?}");
         }
     }
 }

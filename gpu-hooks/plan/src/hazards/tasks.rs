@@ -131,29 +131,16 @@ fn same_memory(a: i32, b: i32) -> Option<Ordering> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fixtures::{self, fd, texts};
     use super::*;
-    use cryopod_host::processes::Fd;
     use cryopod_test_files::TestFiles;
 
     fn process(pid: i32, fds: usize) -> Process {
-        Process {
-            pid,
-            comm: "python3".into(),
-            state: 'S',
-            threads: 1,
-            fds: (0..fds)
-                .map(|n| Fd {
-                    number: n.to_string(),
-                    ..Fd::default()
-                })
-                .collect(),
-            ..Process::default()
-        }
+        fixtures::process(pid, vec![fd(3, ""); fds])
     }
 
     fn told(host: &Host, processes: Vec<Process>) -> Vec<String> {
-        let refusals = tasks(&Scan { processes }, host);
-        refusals.iter().map(ToString::to_string).collect()
+        texts(&tasks(&Scan { processes }, host))
     }
 
     #[test]
