@@ -189,9 +189,18 @@ impl Spec {
             .filter_map(move |(key, value)| Some((key.strip_prefix(prefix)?, value.as_str()?)))
     }
 
-    /// Returns true if the device rules let the container open a character device for reading and writing. The last
-    /// rule that matches decides; with no rule at all everything is allowed, as in the runtimes.
+    /// Returns true if the device rules let the container open a character device for reading and writing. The last rule
+    /// that matches decides; with no rule at all everything is allowed, as in the runtimes.
     pub fn allows(&self, major: u64, minor: u64) -> bool {
+        self.allows_node(LinuxDeviceType::C, major, minor)
+    }
+
+    /// As [`Self::allows`], of a block device.
+    pub fn allows_block(&self, major: u64, minor: u64) -> bool {
+        self.allows_node(LinuxDeviceType::B, major, minor)
+    }
+
+    fn allows_node(&self, kind: LinuxDeviceType, major: u64, minor: u64) -> bool {
         let hits = |want: Option<i64>, got: u64| match want {
             None | Some(-1) => true,
             Some(n) => u64::try_from(n) == Ok(got),
@@ -199,10 +208,12 @@ impl Spec {
         self.device_rules()
             .iter()
             .filter(|r| {
-                matches!(
-                    r.typ(),
-                    None | Some(LinuxDeviceType::A | LinuxDeviceType::C | LinuxDeviceType::U)
-                ) && hits(r.major(), major)
+                let of = match r.typ() {
+                    Some(LinuxDeviceType::U) => Some(LinuxDeviceType::C),
+                    other => other,
+                };
+                of.is_none_or(|of| of == LinuxDeviceType::A || of == kind)
+                    && hits(r.major(), major)
                     && hits(r.minor(), minor)
                     && r.access()
                         .as_deref()

@@ -341,6 +341,8 @@ mod security {
         schema: V2 [] "security/schema.sh";
         crafted_crun: V2 ["crun"] "security/crafted.sh";
         crafted_runc: V1 ["runc"] "security/crafted.sh";
+        volumes_crun: V2 ["crun"] "security/volumes.sh";
+        volumes_runc: V1 ["runc"] "security/volumes.sh";
         walls_crun: V2 ["crun"] "security/walls.sh";
         walls_runc: V1 ["runc"] "security/walls.sh";
         host_mounts_crun: V2 ["crun"] "archive/lib.sh" + "security/host_mounts.sh";

@@ -152,6 +152,14 @@ impl Message {
         self.messages_mut(name).next()
     }
 
+    /// Returns the messages of all fields.
+    pub fn all_messages(&self) -> impl Iterator<Item = &Self> {
+        self.fields.iter().filter_map(|(_, value)| match value {
+            Value::Message(message) => Some(message),
+            _ => None,
+        })
+    }
+
     /// Returns true if the field has a value.
     pub fn has(&self, name: &str) -> bool {
         self.values(name).next().is_some()

@@ -6,6 +6,7 @@ pub mod gpus;
 pub mod mount_sources;
 pub mod restore_here;
 pub mod surroundings;
+pub mod volume_access;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -6,12 +6,6 @@
 //! and CRIU's amdgpu plugin has written its images, which are foreseen. docs/failures.md lists what a restore refuses and what of it this
 //! check sees.
 
-use std::collections::BTreeSet;
-use std::fs;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
-
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::metadata::Metadata;
@@ -27,10 +21,9 @@ use cryopod_host::spec::Spec;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::preflight::surroundings;
+use crate::preflight::volume_access::VolumeAccess;
 use crate::preflight::{self, RestoreQuestion};
 use crate::request::Request;
-use crate::rootfs::open_in_volume;
-use crate::security::openable::{SpecUser, VolumeFile, not_opened};
 use crate::security::privileges;
 
 /// A checkpoint that is not written yet, for its own restore's checks.
@@ -101,62 +94,16 @@ impl Prospect<'_> {
     }
 }
 
-/// Returns the files of volumes that processes have open and the spec's user could not open: a restore would be refused.
+/// Returns what processes have in volumes and the spec's user could not have: a restore would be refused.
 pub fn not_openable(request: &Request<'_>, pids: &[i32]) -> Vec<Refusal> {
-    let user = SpecUser::of(&request.spec);
     let volumes = request.mounts.0.iter().any(|mount| mount.bind);
-    if user.opens_all() || !volumes {
+    let Some(first) = pids.first().filter(|_| volumes) else {
         return Vec::new();
-    }
-    let mut seen = BTreeSet::new();
-    let (mut files, mut places) = (Vec::new(), Vec::new());
-    for descriptor in pids.iter().flat_map(|pid| descriptors(&request.host, *pid)) {
-        let (Ok(path), Some(flags)) = (fs::read_link(&descriptor), flags_of(&descriptor)) else {
-            continue;
-        };
-        if !path.is_absolute() || !seen.insert((path.clone(), flags)) {
-            continue;
-        }
-        // A deleted file comes from the checkpoint.
-        let opened = open_in_volume(&request.mounts, &request.bundle, &path);
-        if let Some((on_host, file)) = opened.filter(|(_, file)| is_same(&descriptor, file)) {
-            let is_mapped = false;
-            files.push(VolumeFile {
-                file,
-                flags,
-                is_mapped,
-            });
-            places.push((path, on_host));
-        }
-    }
-    let may = user.may_open(&files).into_iter().zip(places);
-    let refused = may.filter(|(may, _)| !may);
-    let refused = refused.map(|(_, (path, on_host))| not_opened(&path, &on_host));
-    refused.collect()
-}
-
-/// Returns the entries of `/proc/PID/fd`.
-fn descriptors(host: &Host, pid: i32) -> impl Iterator<Item = PathBuf> {
-    let entries = fs::read_dir(host.path(format!("/proc/{pid}/fd")));
-    entries.into_iter().flatten().flatten().map(|e| e.path())
-}
-
-/// Returns with which flags an entry of `/proc/PID/fd` was opened.
-fn flags_of(descriptor: &Path) -> Option<i32> {
-    let number = descriptor.file_name()?;
-    let info = descriptor.parent()?.with_file_name("fdinfo").join(number);
-    let text = fs::read_to_string(info).ok()?;
-    let flags = text.lines().find_map(|l| l.strip_prefix("flags:"))?;
-    i32::from_str_radix(flags.trim(), 8).ok()
-}
-
-fn is_same(descriptor: &Path, file: &OwnedFd) -> bool {
-    let of = |m: fs::Metadata| (m.dev(), m.ino());
-    let found = file
-        .try_clone()
-        .map(fs::File::from)
-        .and_then(|f| f.metadata());
-    found.map(of).ok() == fs::metadata(descriptor).map(of).ok()
+    };
+    let mut access = VolumeAccess::of(request);
+    access.ask_opened(*first, pids, None);
+    access.ask_made(pids);
+    access.refusals()
 }
 
 /// What CRIU's amdgpu plugin will write of this container's GPUs: on some machines it cannot even restore on the same ones.

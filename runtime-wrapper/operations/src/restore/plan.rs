@@ -93,7 +93,7 @@ pub(super) fn plan(
     let criu = criu.ok_or_else(no_criu)?;
     beyond.extend(compressed::refusal(decoded.is_compressed, &criu));
     if let Some(encoded) = &mut decoded.encoded {
-        let volumes = volume_files::compare(&encoded.files, request);
+        let volumes = volume_files::compare(&encoded.reached.opened, request);
         encoded.set_sizes(&volumes.sizes, limit)?;
         beyond.extend(volumes.refused);
     }
@@ -138,7 +138,7 @@ pub(super) fn plan(
 }
 
 /// The device nodes that the container may have: those that every container has, the spec's and the GPUs'.
-fn devices(request: &Request<'_>, chosen: &GpuPlacement) -> Vec<(u32, u32)> {
+pub(super) fn devices(request: &Request<'_>, chosen: &GpuPlacement) -> Vec<(u32, u32)> {
     let of_spec = request.spec.devices().into_iter();
     let of_spec = of_spec.filter_map(|d| {
         let number = |n: i64| u32::try_from(n).ok();

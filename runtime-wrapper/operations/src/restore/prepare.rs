@@ -18,6 +18,7 @@ use crate::images::{ImageLinks, RewrittenImages};
 use crate::preflight::criu_setup::{CriuEnvironment, CriuSetup};
 use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::Provision;
+use crate::preflight::volume_access::VolumeAccess;
 use crate::request::Request;
 use crate::request::lowlevel::RuntimeKind;
 use crate::restore::network_settings::NetworkSettings;
@@ -135,7 +136,8 @@ pub(super) fn prepare(
 }
 
 impl RestorePreparation {
-    /// Checks the container's files, as CRIU will find them, for links that lead CRIU out of the container.
+    /// Checks the container's files, as CRIU will find them: for links that lead CRIU out of the container, and for what
+    /// CRIU would make, and the spec's user could not.
     pub fn ensure_no_links(&self, request: &Request<'_>) -> Result<(), Error> {
         let Some(encoded) = &self.decoded.encoded else {
             return Ok(());
@@ -143,12 +145,15 @@ impl RestorePreparation {
         let (spec, mounts) = (&request.spec, self.decoded.mounts()?);
         let found = container_links::links(
             mounts,
-            &encoded.made,
+            &encoded.reached.made,
             spec,
             &request.mounts,
             &request.bundle,
         );
-        let found: Vec<Refusal> = found.into_iter().map(decoder::refusal).collect();
+        let mut found: Vec<Refusal> = found.into_iter().map(decoder::refusal).collect();
+        let mut access = VolumeAccess::of(request);
+        access.ask_paths(&encoded.reached);
+        found.extend(access.refusals());
         match found.is_empty() {
             true => Ok(()),
             false => Err(PlanError::RestoreRefused(found).into()),

@@ -6,11 +6,14 @@ use cryopod_amd::choose::GpuMatch;
 use cryopod_amd::saved;
 use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::format::names;
+use cryopod_gpu_plan::plan::PlanError;
 use cryopod_host::files::Host;
 
+use super::plan::devices;
 use super::prepare::RestorePreparation;
 use crate::error::Error;
 use crate::preflight::criu_setup;
+use crate::preflight::volume_access::VolumeAccess;
 use crate::request::Request;
 use crate::restore::enforcement::{closed_paths, device_filter, mount_flags, own_cgroup};
 use crate::restore::new_container::mounts;
@@ -96,6 +99,21 @@ fn actions<'a>(
         }));
         actions.push(Action::at(mounts::STAGE, |question| {
             mounts.attach(question.init)
+        }));
+    }
+    if prepared.decoded.encoded.is_some() {
+        actions.push(Action::at(RESTORED, |question| {
+            let pids = mount_flags::processes(host, question.init);
+            let mut access = VolumeAccess::of(request);
+            access.ask_opened(
+                question.init,
+                &pids,
+                Some(&devices(request, &prepared.chosen)),
+            );
+            match access.refusals() {
+                refused if refused.is_empty() => Ok(()),
+                refused => Err(PlanError::RestoreRefused(refused).into()),
+            }
         }));
     }
     let left_open = &prepared.decoded.left_open;

@@ -20,7 +20,6 @@ use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGI
 use crate::request::Request;
 use crate::rootfs::open_in_volume;
 use crate::security::image_check::opened::OpenedFile;
-use crate::security::openable::{SpecUser, VolumeFile, not_opened};
 
 /// File systems that may set a file's time when the process that wrote to it is gone.
 const FLUSHED_LATER: [FsType; 5] = [
@@ -36,7 +35,7 @@ const FLUSHED_LATER: [FsType; 5] = [
 pub struct VolumeFiles {
     /// Files that have grown without harm, by CRIU's number, and the size that CRIU is to accept.
     pub sizes: BTreeMap<u64, u64>,
-    /// Those that CRIU must not restore: with the check [`VOLUMES`] off, those that the spec's user could not open.
+    /// Those that CRIU must not restore: none with the check [`VOLUMES`] off.
     pub refused: Vec<Refusal>,
 }
 
@@ -52,23 +51,13 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
         nanos => (m.mtime(), nanos),
     });
     let (mut sizes, mut refused) = (BTreeMap::new(), BTreeMap::new());
-    let user = SpecUser::of(&request.spec);
-    let (mut opened, mut places) = (Vec::new(), Vec::new());
     for file in files {
+        let Some(saved) = file.saved else {
+            continue;
+        };
         let Some((host_path, found)) = open_in_volume(mounts, bundle, &file.path) else {
             continue;
         };
-        if !user.opens_all()
-            && let Ok(copy) = found.try_clone()
-        {
-            let (flags, is_mapped) = (file.flags, file.is_mapped);
-            opened.push(VolumeFile {
-                file: copy,
-                flags,
-                is_mapped,
-            });
-            places.push((&file.path, host_path.clone()));
-        }
         let network = fstatfs(&found).is_ok_and(|s| FLUSHED_LATER.contains(&s.filesystem_type()));
         let Ok(found) = File::from(found).metadata() else {
             continue;
@@ -76,24 +65,20 @@ pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
         let (now, path) = (found.len(), file.path.display());
         let written = (found.mtime(), found.mtime_nsec());
         let rewritten = file.is_written && written > dumped && !network;
-        if !found.is_file() || now == file.saved && !rewritten {
+        if !found.is_file() || now == saved && !rewritten {
             continue;
         }
-        let grows = now > file.saved && !file.is_mapped && bears_growth(file);
+        let grows = now > saved && !file.is_mapped && bears_growth(file);
         if grows || !check {
-            tracing::warn!("{path}: {now} bytes, and {} at the checkpoint", file.saved);
+            tracing::warn!("{path}: {now} bytes, and {saved} at the checkpoint");
             sizes.insert(file.id, now);
         } else {
             refused.insert(file.path.clone(), refusal(file, &host_path, now));
         }
     }
-    let may = user.may_open(&opened).into_iter().zip(places);
-    let not_opened = may
-        .filter(|(may, _)| !may)
-        .map(|(_, (path, host))| not_opened(path, &host));
     VolumeFiles {
         sizes,
-        refused: refused.into_values().chain(not_opened).collect(),
+        refused: refused.into_values().collect(),
     }
 }
 
@@ -102,11 +87,12 @@ fn bears_growth(file: &OpenedFile) -> bool {
     let flags = OFlag::from_bits_retain(file.flags);
     flags & OFlag::O_ACCMODE == OFlag::O_RDONLY
         || flags.contains(OFlag::O_APPEND)
-        || file.position == file.saved
+        || Some(file.position) == file.saved
 }
 
 fn refusal(file: &OpenedFile, host_path: &Path, now: u64) -> Refusal {
-    let (path, saved, host) = (file.path.display(), file.saved, host_path.display());
+    let saved = file.saved.unwrap_or(0);
+    let (path, host) = (file.path.display(), host_path.display());
     let (what, cut) = match now == saved {
         true => (
             "has been written since the checkpoint".into(),

@@ -32,6 +32,7 @@ pub fn links(
     let mut told = Vec::new();
     for namespace in all.chunk_by(|a, b| a.namespace == b.namespace) {
         for mount in namespace {
+            told.extend(elsewhere(&place, mount));
             let parent = namespace.iter().find(|m| m.id == mount.parent);
             if let Some(parent) = parent {
                 told.extend(link(&place, parent, &mount.path));
@@ -45,6 +46,24 @@ pub fn links(
         }
     }
     told
+}
+
+/// Returns what is wrong if a mount of the runtime's is not where the runtime mounts it.
+fn elsewhere(place: &ContainerFiles<'_>, mount: &CriuMount) -> Option<String> {
+    let (key, path) = (Path::new(&mount.key), Path::new(&mount.path));
+    let of_spec = place
+        .destinations
+        .0
+        .iter()
+        .find(|d| d.path == key || d.named == key);
+    let is_there = of_spec.is_none_or(|d| d.path == path || d.named == path);
+    (mount.external && !is_there).then(|| {
+        format!(
+            "the mount of {} is at {} in the images",
+            key.display(),
+            path.display()
+        )
+    })
 }
 
 /// Returns the mount of the runtime's from which CRIU binds another one, and the path of that in the container.

@@ -21,7 +21,7 @@ use cryopod_host::sandbox::{Sandbox, SandboxError, real};
 use serde::{Deserialize, Serialize};
 
 use super::image_check::namespaces::NamespaceValues;
-use super::image_check::opened::{self, OpenedFile};
+use super::image_check::opened::{self, ReachedPaths};
 use super::image_check::{self, CheckedImages, Subject, mounts};
 use super::privileges::{self, Given, LeftOpen, PrivilegesError};
 use crate::config::{Config, IMAGES_CHECK};
@@ -70,8 +70,7 @@ struct Checked {
     /// Names and sizes of the encoded images, which follow.
     sizes: Vec<(String, usize)>,
     as_they_are: BTreeSet<String>,
-    made: Vec<String>,
-    files: Vec<OpenedFile>,
+    reached: ReachedPaths,
 }
 
 /// CRIU's images as CRIU may see them.
@@ -81,10 +80,7 @@ pub struct EncodedImages {
     pub written: BTreeMap<String, Vec<u8>>,
     /// Files that CRIU may read as they are in the checkpoint.
     pub as_they_are: BTreeSet<String>,
-    /// Paths of the files that CRIU makes.
-    pub made: Vec<String>,
-    /// Regular files that CRIU opens.
-    pub files: Vec<OpenedFile>,
+    pub reached: ReachedPaths,
 }
 
 /// Decodes the images, and returns every reason why they must not be restored.
@@ -177,8 +173,7 @@ impl Question<'_> {
             checked: checked.as_ref().map(|images| Checked {
                 sizes: Vec::new(),
                 as_they_are: images.shown().map(str::to_owned).collect(),
-                made: mounts::made_anew(images),
-                files: opened::files(images),
+                reached: opened::reached(images),
             }),
         };
         let images = encoded.into_iter().flatten();
@@ -282,8 +277,7 @@ impl DecodedImages {
         decoded.encoded = Some(EncodedImages {
             written,
             as_they_are: checked.as_they_are,
-            made: checked.made,
-            files: checked.files,
+            reached: checked.reached,
         });
         Ok(decoded)
     }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo::{self, Mount};
 use cryopod_host::spec::Spec;
+use nix::sched::{CloneFlags, setns};
 use serde_json::Value;
 
 /// What a read-only mount has set.
@@ -23,6 +24,8 @@ pub struct HostFacts {
     pub selinux: bool,
     /// The host's mounts.
     pub mounts: Vec<Mount>,
+    /// The first port for which a process needs no capability, in the network namespace of the container.
+    pub first_port: u64,
     /// This process's own, which a new container would get.
     pub oom_score: Option<i64>,
 }
@@ -48,11 +51,44 @@ impl HostFacts {
             apparmor: host.path("/sys/kernel/security/apparmor").is_dir(),
             selinux: host.path("/sys/fs/selinux").is_dir(),
             mounts: mountinfo::of(host, "self"),
+            first_port: first_port(host, spec),
             oom_score: host
                 .line("/proc/self/oom_score_adj")
                 .and_then(|text| text.trim().parse().ok()),
         }
     }
+}
+
+/// Reads the first port that needs no capability: of the spec, of the namespace that it names, of a new one.
+fn first_port(host: &Host, spec: &Spec) -> u64 {
+    const NAME: &str = "net.ipv4.ip_unprivileged_port_start";
+    const FILE: &str = "/proc/sys/net/ipv4/ip_unprivileged_port_start";
+    /// `PROT_SOCK` of the kernel.
+    const OF_NEW: u64 = 1024;
+    let number = |text: &str| text.trim().parse().ok();
+    let sysctls = spec.json().pointer("/linux/sysctl");
+    let of_spec = sysctls.and_then(|s| s.get(NAME)?.as_str());
+    if let Some(of_spec) = of_spec.and_then(number) {
+        return of_spec;
+    }
+    let namespaces = spec.json().pointer("/linux/namespaces");
+    let mut namespaces = namespaces.and_then(Value::as_array).into_iter().flatten();
+    let path = match namespaces.find(|n| n["type"] == "network") {
+        None => None,
+        Some(namespace) => match namespace.get("path").and_then(Value::as_str) {
+            None | Some("") => return OF_NEW,
+            Some(path) => Some(host.path(path)),
+        },
+    };
+    let read = || {
+        if let Some(path) = path {
+            setns(std::fs::File::open(path).ok()?, CloneFlags::CLONE_NEWNET).ok()?;
+        }
+        number(&host.line(FILE)?)
+    };
+    // A thread that ends there.
+    let read = std::thread::scope(|scope| scope.spawn(read).join());
+    read.ok().flatten().unwrap_or(OF_NEW)
 }
 
 /// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)

@@ -1,12 +1,10 @@
-//! Tells which files of volumes the spec's user could open. CRIU opens a process's files before it takes the process's
-//! credentials, so it opens for an archive what only root may.
+//! Tells which files of volumes the spec's user could open, make or remove. CRIU opens and makes a process's files before
+//! it takes the process's credentials, so it does for an archive what only root may.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 
-use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -24,23 +22,41 @@ const OPEN_ALL: [&str; 5] = ["DAC_OVERRIDE", "SETUID", "CHOWN", "FOWNER", "SYS_A
 const READ_ALL: &str = "DAC_READ_SEARCH";
 const OF_FILES: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH);
 
-/// A file that a process has open.
+/// A file, and what the user would have to be allowed to do with it.
 #[derive(Debug)]
 pub struct VolumeFile {
-    pub file: OwnedFd,
-    /// As of `open`.
-    pub flags: i32,
-    /// A program may be run without being read.
-    pub is_mapped: bool,
+    file: OwnedFd,
+    /// As of `access`.
+    mode: i32,
+    /// A program may be run, and a directory passed, without being read.
+    or_run: bool,
 }
 
-/// Refuses a file that the spec's user could not open.
-pub fn not_opened(path: &Path, on_host: &Path) -> Refusal {
-    let (path, on_host) = (path.display(), on_host.display());
-    Refusal::new(
-        format!("a process has {path} open ({on_host}), which the spec's user may not open"),
-        "give that user or one of its groups the right to the file, or run the container as another user",
-    )
+impl VolumeFile {
+    /// A file that a process has open, with flags as of `open`.
+    pub fn opened(file: OwnedFd, flags: i32, is_mapped: bool) -> Self {
+        let flags = OFlag::from_bits_retain(flags);
+        let mode = match flags & OFlag::O_ACCMODE {
+            _ if flags.contains(OFlag::O_PATH) => libc::F_OK,
+            OFlag::O_WRONLY => libc::W_OK,
+            OFlag::O_RDWR => libc::R_OK | libc::W_OK,
+            _ => libc::R_OK,
+        };
+        Self {
+            file,
+            mode,
+            or_run: is_mapped && mode == libc::R_OK,
+        }
+    }
+
+    /// A directory in which a file is made or removed.
+    pub fn changed(directory: OwnedFd) -> Self {
+        Self {
+            file: directory,
+            mode: libc::W_OK | libc::X_OK,
+            or_run: false,
+        }
+    }
 }
 
 /// The spec's user, in the host's numbers.
@@ -123,15 +139,14 @@ impl SpecUser {
         set_thread_res_uid(uid, uid, uid)
     }
 
+    /// Returns true if the user may remove a file of this directory, in which it may write: in one like `/tmp` only its own.
+    pub fn may_remove(&self, directory: &Metadata, file: &Metadata) -> bool {
+        let owners = [directory.uid(), file.uid()];
+        self.opens_all() || directory.mode() & libc::S_ISVTX == 0 || owners.contains(&self.uid)
+    }
+
     fn opens(&self, file: &VolumeFile) -> bool {
-        let flags = OFlag::from_bits_retain(file.flags);
-        let mode = match flags & OFlag::O_ACCMODE {
-            _ if flags.contains(OFlag::O_PATH) => return true,
-            OFlag::O_WRONLY => libc::W_OK,
-            OFlag::O_RDWR => libc::R_OK | libc::W_OK,
-            _ => libc::R_OK,
-        };
-        let all = self.opens_all || mode == libc::R_OK && self.reads_all;
+        let all = self.opens_all || file.mode == libc::R_OK && self.reads_all;
         if all && self.is_of_namespace(&file.file) {
             return true;
         }
@@ -149,7 +164,7 @@ impl SpecUser {
             // A read-only file system does not open for writing for anybody.
             done == 0 || !matches!(Errno::last(), Errno::EACCES | Errno::EPERM)
         };
-        access(mode) || file.is_mapped && mode == libc::R_OK && access(libc::X_OK)
+        access(file.mode) || file.or_run && access(libc::X_OK)
     }
 
     /// Capabilities reach as far as the files of the namespace's users.
@@ -159,8 +174,7 @@ impl SpecUser {
             ranges.any(|(first, count)| id.checked_sub(*first).is_some_and(|at| at < *count))
         };
         let meta = file.try_clone().map(File::from).and_then(|f| f.metadata());
-        let owned =
-            |m: std::fs::Metadata| within(&self.users, m.uid()) && within(&self.groups, m.gid());
+        let owned = |m: Metadata| within(&self.users, m.uid()) && within(&self.groups, m.gid());
         self.users.is_empty() || meta.is_ok_and(owned)
     }
 }
@@ -220,11 +234,7 @@ mod tests {
             std::os::unix::fs::chown(&path, Some(owner.0), Some(owner.1)).unwrap();
             std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
             let file = File::open(&path).unwrap().into();
-            let file = VolumeFile {
-                file,
-                flags,
-                is_mapped,
-            };
+            let file = VolumeFile::opened(file, flags, is_mapped);
             user.may_open(&[file])[0]
         };
         let (read, write) = (libc::O_RDONLY, libc::O_RDWR);

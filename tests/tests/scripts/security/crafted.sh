@@ -314,10 +314,17 @@ python3 - "$from/crafted" <<'P'
 import struct, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, "/src/tests/tests/scripts/security")
-from images import Image, encode, field
+from images import Image, decode, encode, field, put
 of = Image(sys.argv[1] + "/seccomp.img")
 of.messages = [[field(1, [field(1, struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)), field(3, 0)])]]
 of.write()
+# CRIU takes the first one where the thread names none.
+core = Image(sys.argv[1] + "/core-1.img")
+thread = next(f for f in core.messages[0] if f[0] == 5)
+message = decode(thread[2])
+put(message, 12, None)
+thread[2] = encode(message)
+core.write()
 P
 filters() { awk '/^Seccomp_filters/ {print $2}' "/proc/$(podman inspect -f '{{.State.Pid}}' copy)/status"; }
 check 'a copy with filters of its own' start copy --annotation "dev.cryopod.restore=$from/crafted"

@@ -98,19 +98,19 @@ changed 'without seccomp' \
     '.linux.seccomp = {"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [{"names": ["read"], "action": "SCMP_ACT_ALLOW"}]}' 'no seccomp filter in the images' --security-opt seccomp=unconfined
 
 # A file of a volume: CRIU opens it as root, whoever the spec's user is.
-mkdir -p /srv/secrets && echo secret > /srv/secrets/key && chown 1:1 /srv/secrets/key
+mkdir -p /srv/secrets && echo secret > /srv/secrets/key && chown 1:0 /srv/secrets/key && chmod 640 /srv/secrets/key
 pod run -d --name c1 --network none --device /dev/nvidia0 --cap-drop all -v /srv/secrets:/secrets localhost/busybox \
     sh -c 'exec 3< /secrets/key && exec "$@"' sh "${counter[@]}" > /dev/null
 wait_for counted c1 3
-chmod 600 /srv/secrets/key
+chgrp 1 /srv/secrets/key
 if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo 'a file of another user: checkpointed'; exit 1; fi
-grep -q "could not be restored.* has /secrets/key open (/srv/secrets/key), which the spec's user may not open" /tmp/said || { cat /tmp/said; exit 1; }
+grep -q "could not be restored.* has /secrets/key open (in /srv/secrets), which the spec's user may not open" /tmp/said || { cat /tmp/said; exit 1; }
 now=$(count c1)
 wait_for counted c1 $((now + 3))
-chmod 644 /srv/secrets/key
+chgrp 0 /srv/secrets/key
 save
-chmod 600 /srv/secrets/key
-refused 'a file that only another user may open' "has /secrets/key open (/srv/secrets/key), which the spec's user may not open"
-chmod 644 /srv/secrets/key
+chgrp 1 /srv/secrets/key
+refused 'a file that only another user may open' "has /secrets/key open (in /srv/secrets), which the spec's user may not open"
+chgrp 0 /srv/secrets/key
 comes_back 'the same with the right to it'
 gone

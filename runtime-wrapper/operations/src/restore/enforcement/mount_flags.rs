@@ -122,7 +122,7 @@ fn lacking(mounts: &[Mount], wanted: &BTreeMap<&Path, Wanted>) -> Vec<Lacking> {
 }
 
 /// The container's processes: this one and all that it has started.
-pub(super) fn processes(host: &Host, init: i32) -> Vec<i32> {
+pub fn processes(host: &Host, init: i32) -> Vec<i32> {
     let mut all = vec![init];
     let mut at = 0;
     while at < all.len() && all.len() < MAX_PROCESSES {

@@ -6,6 +6,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use cryopod_archive::criu::message::Message;
 
+use super::opened::{self, OUTSIDE};
 use super::{CheckedImages, Subject};
 use crate::security::ceiling::CredentialsCeiling;
 
@@ -16,18 +17,30 @@ const OF_CUDA: &[u8] = b"\0cuda-uvmfd-";
 /// CRIU's numbers of kinds of sockets (`SOCK_RAW`, `SOCK_DGRAM`).
 const RAW: u32 = 3;
 const DATAGRAM: u32 = 2;
-/// CRIU's mark of a socket of another process (`USK_EXTERN`).
-const OUTSIDE: u64 = 1;
+/// Flags of `open` that no open file has.
+const ONCE: i32 = libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC;
+/// How the name of a link begins by which CRIU finds a file that has lost its own. CRIU removes it.
+const LINK: &str = "link_remap.";
 
 pub fn check(
     images: &CheckedImages,
     subject: Subject<'_>,
     ceiling: &CredentialsCeiling,
 ) -> Vec<String> {
-    let files = images.messages(NAME).iter();
-    let mut told: Vec<String> = files
-        .filter_map(|file| Some(format!("{NAME}: {}", wrong_file(file, ceiling)?)))
-        .collect();
+    let rights = SocketRights {
+        ceiling,
+        first_port: subject.facts.first_port,
+    };
+    let mut told = Vec::new();
+    for file in images.messages(NAME) {
+        let owner = file.all_messages().find_map(|m| m.message("fown"));
+        let what = wrong_file(file, ceiling)
+            .or_else(|| rights.wrong(file))
+            .or_else(|| wrong_owner(owner?, ceiling))
+            .or_else(|| wrong_watch(images, file));
+        told.extend(what.map(|what| format!("{NAME}: {what}")));
+    }
+    told.extend(removed(images));
     for (name, messages) in &images.with_data {
         if !name.starts_with("ghost-file-") {
             continue;
@@ -93,15 +106,124 @@ fn roots(images: &CheckedImages) -> impl Iterator<Item = String> {
     })
 }
 
-fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
-    let needs = |what: &str, capability: &str| {
-        (!ceiling.has(capability)).then(|| {
-            format!(
-                "{what}, for which a process needs CAP_{capability}, and the spec does not give it"
-            )
+/// Returns the files that CRIU would remove at the end, and has not made.
+fn removed(images: &CheckedImages) -> Vec<String> {
+    let links: BTreeSet<u64> = opened::links(images).into_values().flatten().collect();
+    let files = images
+        .messages(NAME)
+        .iter()
+        .filter_map(|m| m.message("reg"));
+    let links = files.filter(|f| f.number("id").is_some_and(|id| links.contains(&id)));
+    let names = links.filter_map(|f| f.text("name"));
+    let others = names.filter(|path| {
+        let name = path.rsplit('/').next().unwrap_or_default();
+        let number = name.strip_prefix(LINK).unwrap_or_default();
+        number.is_empty() || !number.bytes().all(|b| b.is_ascii_digit())
+    });
+    others
+        .map(|path| format!("{NAME}: {path:?}, which CRIU would remove, is no link of CRIU's"))
+        .collect()
+}
+
+/// The kernel takes the owner's rights where it sends signals about a file.
+fn wrong_owner(owner: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
+    let number = |field| owner.u32(field).unwrap_or(0);
+    let (spec, _) = ceiling.ids();
+    let other = [number("uid"), number("euid")]
+        .into_iter()
+        .find(|uid| *uid != spec);
+    let other = other.filter(|_| number("pid") != 0 && !ceiling.has("SETUID"))?;
+    Some(format!(
+        "signals about a file are sent with the rights of user {other}, and the spec says {spec}"
+    ))
+}
+
+/// CRIU opens a handle as root, anywhere on the mount's file system.
+fn wrong_watch(images: &CheckedImages, file: &Message) -> Option<String> {
+    let is_deleted = |watch: &Message| {
+        let of = (watch.number("s_dev"), watch.number("i_ino"));
+        let all = images.with_data.iter();
+        let mut ghosts = all.filter(|(name, _)| name.starts_with("ghost-file-"));
+        ghosts.any(|(_, m)| {
+            m.first()
+                .is_some_and(|g| (g.number("dev"), g.number("ino")) == of)
         })
     };
-    if let Some(name) = file.message("reg").and_then(|f| f.text("name")) {
+    let has_path = |watch: &Message| {
+        let path = watch.message("f_handle").and_then(|h| h.text("path"));
+        path.is_some_and(|path| path.starts_with('/') && !path.split('/').any(|n| n == ".."))
+    };
+    let mut watches = file.message("ify")?.messages("wd");
+    watches
+        .any(|watch| !has_path(watch) && !is_deleted(watch))
+        .then(|| "a watched file that has no path in the container".into())
+}
+
+/// What a process needs for a socket besides the socket.
+struct SocketRights<'a> {
+    ceiling: &'a CredentialsCeiling,
+    /// The first port that needs no capability.
+    first_port: u64,
+}
+
+impl SocketRights<'_> {
+    fn wrong(&self, file: &Message) -> Option<String> {
+        /// Protocols of netlink whose groups anybody may join: routes, SELinux, devices, the generic one.
+        const ANYBODYS: [u64; 4] = [0, 7, 15, 16];
+        let sockets = ["isk", "usk", "nlsk", "psk"];
+        let (kind, socket) = sockets
+            .into_iter()
+            .find_map(|s| Some((s, file.message(s)?)))?;
+        let number = |field| socket.number(field).unwrap_or(0);
+        let option = |field| socket.message("opts").and_then(|o| o.number(field));
+        let port = number("src_port");
+        let joins = socket.numbers("groups").any(|group| group != 0);
+        let rules = [
+            (kind == "psk", "a packet socket", "NET_RAW"),
+            (
+                kind == "isk" && socket.u32("type") == Some(RAW),
+                "a raw socket",
+                "NET_RAW",
+            ),
+            (
+                kind == "isk" && (1..self.first_port).contains(&port),
+                "a socket with a privileged port",
+                "NET_BIND_SERVICE",
+            ),
+            (
+                kind == "nlsk" && joins && !ANYBODYS.contains(&number("protocol")),
+                "a netlink socket with groups",
+                "NET_ADMIN",
+            ),
+            (
+                option("so_mark").unwrap_or(0) != 0,
+                "a socket with a mark",
+                "NET_ADMIN",
+            ),
+            (
+                option("so_priority").unwrap_or(0) > 6,
+                "a socket with a high priority",
+                "NET_ADMIN",
+            ),
+        ];
+        let mut broken = rules.iter().filter(|(is_so, ..)| *is_so);
+        broken.find_map(|(_, what, capability)| needs(self.ceiling, what, capability))
+    }
+}
+
+fn needs(ceiling: &CredentialsCeiling, what: &str, capability: &str) -> Option<String> {
+    (!ceiling.has(capability)).then(|| {
+        format!("{what}, for which a process needs CAP_{capability}, and the spec does not give it")
+    })
+}
+
+fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
+    let needs = |what, capability| needs(ceiling, what, capability);
+    if let Some(file) = file.message("reg") {
+        let name = file.text("name").unwrap_or_default();
+        if file.u32("flags").unwrap_or(0).cast_signed() & ONCE != 0 {
+            return Some(format!("the file {name:?} is to be made or emptied"));
+        }
         let plain = name.starts_with('/') && name.split('/').all(|n| !matches!(n, "." | ".."));
         if !plain {
             return Some(format!("the file {name:?} has no plain path"));
@@ -110,19 +232,11 @@ fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
     if file.has("bpf") {
         return Some("a BPF map".into());
     }
-    if file.has("psk") {
-        return needs("a packet socket", "NET_RAW");
-    }
     if file.has("tunf") {
         return needs("a tun device", "NET_ADMIN");
     }
     if file.has("ffy") {
         return needs("a fanotify group", "SYS_ADMIN");
-    }
-    if let Some(socket) = file.message("isk")
-        && socket.u32("type") == Some(RAW)
-    {
-        return needs("a raw socket", "NET_RAW");
     }
     if let Some(socket) = file.message("usk")
         && socket.number("uflags").unwrap_or(0) & OUTSIDE != 0
@@ -130,13 +244,6 @@ fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
     {
         // CRIU would connect as root, and no checkpoint of cryopod's has one.
         return Some("a connection to a process outside of the container".into());
-    }
-    let options = ["isk", "usk", "nlsk", "psk"];
-    let mut options = options
-        .iter()
-        .filter_map(|s| file.message(s)?.message("opts"));
-    if options.any(|o| o.number("so_mark").unwrap_or(0) != 0) {
-        return needs("a socket with a mark", "NET_ADMIN");
     }
     None
 }

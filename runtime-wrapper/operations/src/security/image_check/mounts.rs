@@ -14,9 +14,9 @@ use cryopod_host::spec::Spec;
 use flate2::read::GzDecoder;
 use serde_json::Value;
 
-use super::{CheckedImages, Subject, is_clean};
+use super::{CheckedImages, Subject, is_clean, opened};
 use crate::security::ceiling::CredentialsCeiling;
-use crate::security::privileges::PrivilegesError;
+use crate::security::privileges::{PrivilegesError, top};
 
 pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
@@ -49,8 +49,25 @@ pub fn check(
         }
     }
     let mounts = read(images)?;
+    let mut asked = Vec::new();
     for mount in &mounts {
-        told.extend(archived_link(images, &mounts, mount, directory)?);
+        asked.extend(paths_of_mount(&mounts, mount));
+    }
+    let reached = opened::reached(images);
+    let made = reached.made.iter().map(|path| Path::new("/").join(path));
+    for path in made.chain(reached.bound) {
+        asked.extend(path.parent().and_then(|above| {
+            let mount = top(&mounts, &above.to_string_lossy()).filter(|m| is_tmpfs(m))?;
+            Some((
+                mount.device,
+                above.strip_prefix(&mount.path).ok()?.to_owned(),
+            ))
+        }));
+    }
+    asked.sort_unstable();
+    asked.dedup();
+    for (device, path) in asked {
+        told.extend(archived_link(images, device, &path, directory)?);
     }
     Ok(told)
 }
@@ -175,41 +192,44 @@ pub fn read(images: &CheckedImages) -> Result<Vec<CriuMount>, PrivilegesError> {
     Ok(all)
 }
 
-/// Returns what is wrong if a mount is on, or of, a symbolic link of an archived tmpfs.
-fn archived_link(
-    images: &CheckedImages,
-    all: &[CriuMount],
-    mount: &CriuMount,
-    directory: &Path,
-) -> Result<Option<String>, PrivilegesError> {
-    let mut asked: Vec<(u32, PathBuf)> = Vec::new();
+/// Returns the paths in a tmpfs, by its device, over which this mount lies and which it shows.
+fn paths_of_mount(all: &[CriuMount], mount: &CriuMount) -> Vec<(u32, PathBuf)> {
+    let mut paths = Vec::new();
     if let Some(parent) = all.iter().find(|m| m.id == mount.parent)
         && is_tmpfs(parent)
         && let Ok(below) = Path::new(&mount.path).strip_prefix(&parent.path)
     {
-        asked.push((parent.device, below.to_owned()));
+        paths.push((parent.device, below.to_owned()));
     }
     if is_tmpfs(mount) && mount.root != "/" {
-        asked.push((mount.device, mount.root.trim_start_matches('/').into()));
+        paths.push((mount.device, mount.root.trim_start_matches('/').into()));
     }
-    for (device, path) in asked {
-        if path.as_os_str().is_empty() {
-            continue;
-        }
-        for name in [
-            format!("tmpfs-dev-{device}.tar.gz.img"),
-            format!("tmpfs-{device}.tar.gz.img"),
-        ] {
-            let file = directory.join(&name);
-            if images.shows(&name)
-                && leads_through_link(&file, &path)
-                    .map_err(|source| PrivilegesError::Read { path: file, source })?
-            {
-                return Ok(Some(format!(
-                    "{name}: {} is a link, and a mount is there",
-                    path.display()
-                )));
-            }
+    paths
+}
+
+/// Returns what is wrong if this path of an archived tmpfs leads through a symbolic link.
+fn archived_link(
+    images: &CheckedImages,
+    device: u32,
+    path: &Path,
+    directory: &Path,
+) -> Result<Option<String>, PrivilegesError> {
+    if path.as_os_str().is_empty() {
+        return Ok(None);
+    }
+    for name in [
+        format!("tmpfs-dev-{device}.tar.gz.img"),
+        format!("tmpfs-{device}.tar.gz.img"),
+    ] {
+        let file = directory.join(&name);
+        if images.shows(&name)
+            && leads_through_link(&file, path)
+                .map_err(|source| PrivilegesError::Read { path: file, source })?
+        {
+            return Ok(Some(format!(
+                "{name}: {} is a link, and a mount, a deleted file or a socket is there",
+                path.display()
+            )));
         }
     }
     Ok(None)
@@ -234,21 +254,6 @@ fn leads_through_link(archive: &Path, path: &Path) -> io::Result<bool> {
         }
     }
     Ok(false)
-}
-
-/// The paths of files that CRIU makes, or links, for the restore: those that were deleted.
-pub fn made_anew(images: &CheckedImages) -> Vec<String> {
-    let deleted: Vec<u64> = images
-        .messages("remap-fpath.img")
-        .iter()
-        .filter_map(|m| m.number("orig_id"))
-        .collect();
-    let files = images
-        .messages("files.img")
-        .iter()
-        .filter_map(|m| m.message("reg"));
-    let deleted = files.filter(|f| f.number("id").is_some_and(|id| deleted.contains(&id)));
-    deleted.filter_map(|f| f.text("name")).collect()
 }
 
 #[cfg(test)]
