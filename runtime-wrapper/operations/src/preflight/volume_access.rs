@@ -15,6 +15,7 @@ use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::MountDestination;
 use cryopod_host::files::open_in_root;
 use cryopod_host::mountinfo::{self, Mount};
+use cryopod_host::processes::maps;
 use nix::fcntl::{OFlag, readlinkat};
 use rustix::fs::{AtFlags, StatxFlags, statx};
 
@@ -25,6 +26,8 @@ use crate::security::openable::{SpecUser, VolumeFile};
 
 /// What links of `/proc/PID/fd` have behind the path of a deleted file.
 const DELETED: &str = " (deleted)";
+/// As many files are held open to be asked for.
+const MAX_ASKED: usize = 256;
 /// The most links that a path may lead through, as in the kernel.
 const MAX_LINKS: usize = 40;
 
@@ -69,7 +72,12 @@ impl<'a> VolumeAccess<'a> {
     /// have besides those that its rules allow; `None`: they are not asked for.
     pub fn ask_opened(&mut self, init: i32, pids: &[i32], devices: Option<&[(u32, u32)]>) {
         let host = &self.request.host;
+        let has_volumes = self.request.mounts.0.iter().any(|mount| mount.bind);
+        if !has_volumes || devices.is_none() && self.user.opens_all() {
+            return;
+        }
         let mounts = mountinfo::of(host, &init.to_string());
+        let mut seen = BTreeSet::new();
         for pid in pids {
             let process = host.path(format!("/proc/{pid}"));
             let descriptors = entries(&process.join("fd"));
@@ -78,11 +86,22 @@ impl<'a> VolumeAccess<'a> {
             let mapped = mapped.map(|m| (flags_of_mapped(&m), true, m));
             let others = ["cwd", "exe"].map(|name| (libc::O_RDONLY, true, process.join(name)));
             for (flags, is_mapped, link) in descriptors.chain(mapped).chain(others) {
-                // What has ended meanwhile has no links. Pipes and sockets are in no mount.
-                let Ok(file) = open_path(&link) else { continue };
-                let Some(volume) = self.volume_of(&mounts, &file) else {
+                let file = match open_path(&link) {
+                    Ok(file) => file,
+                    Err(e) if is_out_of_descriptors(&e) => {
+                        self.refused.push(not_asked(&link, &e));
+                        return;
+                    }
+                    // What has ended meanwhile has no links; CRIU has no more rights than this process.
+                    Err(_) => continue,
+                };
+                // Pipes and sockets are in no mount.
+                let Some((volume, identity)) = self.volume_of(&mounts, &file) else {
                     continue;
                 };
+                if !seen.insert((identity, flags, is_mapped)) {
+                    continue;
+                }
                 let path = fs::read_link(&link).unwrap_or_default();
                 if flags & libc::O_PATH == 0
                     && let (Some(devices), Ok(meta)) = (devices, file.metadata())
@@ -99,13 +118,23 @@ impl<'a> VolumeAccess<'a> {
         let host = &self.request.host;
         let mut sockets = BTreeSet::new();
         for pid in pids {
-            for descriptor in entries(&host.path(format!("/proc/{pid}/fd"))) {
-                let link = fs::read_link(descriptor).unwrap_or_default();
-                let text = link.to_string_lossy();
-                if let Some(path) = text.strip_suffix(DELETED) {
+            let process = host.path(format!("/proc/{pid}"));
+            let others = ["cwd", "exe"].map(|name| process.join(name));
+            let links = entries(&process.join("fd")).chain(others);
+            let links = links.filter_map(|link| fs::read_link(link).ok());
+            let mut names: BTreeSet<String> =
+                links.map(|l| l.to_string_lossy().into_owned()).collect();
+            let _ = maps::for_each(host, *pid, |mapping| {
+                // The name of shared memory without a file.
+                if mapping.name.ends_with(DELETED) && !mapping.name.starts_with("/dev/zero") {
+                    names.insert(mapping.name.to_owned());
+                }
+            });
+            for name in names {
+                if let Some(path) = name.strip_suffix(DELETED) {
                     self.ask_make(Path::new(path));
-                } else if text.starts_with("socket:") {
-                    sockets.insert(text.into_owned());
+                } else if name.starts_with("socket:") {
+                    sockets.insert(name);
                 }
             }
         }
@@ -115,24 +144,34 @@ impl<'a> VolumeAccess<'a> {
         let all = fs::read_to_string(host.path(format!("/proc/{first}/net/unix")));
         for line in all.unwrap_or_default().lines() {
             // Num: RefCount Protocol Flags Type St Inode Path
-            let mut columns = line.split_ascii_whitespace().skip(6);
-            if let (Some(inode), Some(path)) = (columns.next(), columns.next())
-                && path.starts_with('/')
+            if let (Some(inode), Some(at)) = (line.split_ascii_whitespace().nth(6), line.find(" /"))
                 && sockets.contains(&format!("socket:[{inode}]"))
             {
-                self.ask_make(Path::new(path));
+                self.ask_make(Path::new(&line[at + 1..]));
             }
         }
     }
 
     /// Returns what must not be.
-    pub fn refusals(self) -> Vec<Refusal> {
-        let may = self.user.may_open(&self.asked);
-        let answers = may.into_iter().zip(self.answers);
+    pub fn refusals(mut self) -> Vec<Refusal> {
+        self.answer();
+        self.refused.dedup_by(|a, b| a.what == b.what);
+        self.refused
+    }
+
+    fn ask(&mut self, file: VolumeFile, refusal: Refusal) {
+        self.asked.push(file);
+        self.answers.push(refusal);
+        if self.asked.len() >= MAX_ASKED {
+            self.answer();
+        }
+    }
+
+    fn answer(&mut self) {
+        let may = self.user.may_open(&std::mem::take(&mut self.asked));
+        let answers = may.into_iter().zip(self.answers.drain(..));
         let not = answers.filter(|(may, _)| !may).map(|(_, refusal)| refusal);
-        let mut all: Vec<Refusal> = self.refused.into_iter().chain(not).collect();
-        all.dedup_by(|a, b| a.what == b.what);
-        all
+        self.refused.extend(not);
     }
 
     fn ask_open(
@@ -154,8 +193,7 @@ impl<'a> VolumeAccess<'a> {
             ),
             "give that user or one of its groups the right to the file, or run the container as another user",
         );
-        self.asked.push(VolumeFile::opened(file, flags, is_mapped));
-        self.answers.push(refusal);
+        self.ask(VolumeFile::opened(file, flags, is_mapped), refusal);
     }
 
     fn ask_node(&mut self, path: &Path, meta: &Metadata, devices: &[(u32, u32)]) {
@@ -204,8 +242,7 @@ impl<'a> VolumeAccess<'a> {
         if is_others || is_read_only(self.request, volume) {
             self.refused.push(refusal);
         } else if !self.user.opens_all() {
-            self.asked.push(VolumeFile::changed(directory));
-            self.answers.push(refusal);
+            self.ask(VolumeFile::changed(directory), refusal);
         }
     }
 
@@ -267,13 +304,35 @@ impl<'a> VolumeAccess<'a> {
         readlinkat(link, "").ok().map(PathBuf::from)
     }
 
-    /// Returns the volume in which an open file lies.
-    fn volume_of(&self, mounts: &[Mount], file: &File) -> Option<&'a MountDestination> {
-        let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
+    /// Returns the volume in which an open file lies, and what names the file there: mount, device and inode.
+    fn volume_of(&self, mounts: &[Mount], file: &File) -> Option<(&'a MountDestination, [u64; 3])> {
+        let found = statx(
+            file,
+            c"",
+            AtFlags::EMPTY_PATH,
+            StatxFlags::MNT_ID | StatxFlags::INO,
+        )
+        .ok()?;
         let mount = mounts.iter().find(|m| m.id == found.stx_mnt_id)?;
         let (volume, _) = innermost(self.request, &mount.point)?;
-        is_volume(self.request, volume).then_some(volume)
+        let device = libc::makedev(found.stx_dev_major, found.stx_dev_minor);
+        let identity = [found.stx_mnt_id, device, found.stx_ino];
+        is_volume(self.request, volume).then_some((volume, identity))
     }
+}
+
+fn is_out_of_descriptors(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+}
+
+fn not_asked(link: &Path, e: &io::Error) -> Refusal {
+    Refusal::new(
+        format!(
+            "{}: whether the spec's user may open it is not known: {e}",
+            link.display()
+        ),
+        "give the engine more descriptors (systemd: LimitNOFILE=)",
+    )
 }
 
 fn parts(path: &Path) -> impl Iterator<Item = PathBuf> {

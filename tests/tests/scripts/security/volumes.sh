@@ -38,10 +38,11 @@ while True:
     count += 1
     time.sleep(0.1)
 P
+python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro)
 start() { # NAME ARG...
     pod run -d --name "$1" --cap-drop all --security-opt no-new-privileges --network none --device /dev/nvidia0 \
         -v /srv/own:/own -v /srv/shared:/shared -v /srv/closed:/closed:ro \
-        -v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /srv/app:/app:ro \
+        "${python[@]}" -v /srv/app:/app:ro \
         "${@:2}" localhost/busybox /usr/bin/python3 -B /app/hold.py > /dev/null 2> /tmp/said
 }
 check started start c1
@@ -191,3 +192,15 @@ if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo 
 check 'a deleted file of a read-only volume: refused before the freeze' grep -q 'could not be restored.* has /closed/model open or bound' /tmp/said
 now=$(count c1)
 check 'it goes on' wait_for counted c1 $((now + 3))
+podman rm -f -t 0 c1 > /dev/null
+
+# The same, mapped: nothing has it open.
+cp /usr/lib/x86_64-linux-gnu/libz.so.1 /srv/closed/library
+pod run -d --name c1 --network none --device /dev/nvidia0 -v /srv/closed:/closed:ro "${python[@]}" localhost/busybox \
+    /usr/bin/python3 -Bc 'import ctypes, time
+ctypes.CDLL("/closed/library")
+while True: print(0, flush=True); time.sleep(0.1)' > /dev/null
+wait_for counted c1 0
+rm /srv/closed/library
+if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo 'mapped: checkpointed' && exit 1; fi
+check 'a deleted library: refused before the freeze' grep -q 'could not be restored.* has /closed/library open or bound' /tmp/said
