@@ -21,7 +21,7 @@ struct Frozen {
 
 impl Frozen {
     fn new(m: &Machine, c: &Client) -> Self {
-        let restore = m.ok(c.pid, &["tid"]).parse().unwrap();
+        let restore = m.ok(c.pid, "tid").parse().unwrap();
         let mut threads: Vec<Pid> = Vec::new();
         for entry in fs::read_dir(format!("/proc/{}/task", c.pid)).unwrap() {
             let tid = entry
@@ -92,15 +92,15 @@ fn set_mask(t: Pid, mask: u64) {
 
 #[test]
 fn the_restore_thread_needs_no_other() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&["--threads", "6", "--churn", "--interval-ms", "1"]);
+    let mut m = Machine::new("");
+    let c = m.client("--threads 6 --churn --interval-ms 1");
     for _ in 0..5 {
-        m.ok(c.pid, &["lock"]);
+        m.ok(c.pid, "lock");
         // At dump: frozen after the lock, checkpointed by the restore thread alone.
         let frozen = Frozen::new(&m, &c);
-        frozen.with_restore_thread(|| m.ok(c.pid, &["checkpoint"]));
+        frozen.with_restore_thread(|| m.ok(c.pid, "checkpoint"));
         // At the end of a restore: restored and unlocked before anything else runs.
-        frozen.with_restore_thread(|| m.ok(c.pid, &["restore", "unlock"]));
+        frozen.with_restore_thread(|| m.ok(c.pid, "restore unlock"));
         frozen.thaw();
         c.goes_on();
     }
@@ -108,18 +108,18 @@ fn the_restore_thread_needs_no_other() {
 
 #[test]
 fn without_it_nothing_happens() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&[]);
-    m.ok(c.pid, &["lock"]);
+    let mut m = Machine::new("");
+    let c = m.client("");
+    m.ok(c.pid, "lock");
     let frozen = Frozen::new(&m, &c);
     // The thread's id is told all the same; a checkpoint waits.
-    assert_eq!(m.ok(c.pid, &["tid"]), frozen.restore.to_string());
-    let mut caller = m.step_command(c.pid, &["checkpoint"]).spawn().unwrap();
+    assert_eq!(m.ok(c.pid, "tid"), frozen.restore.to_string());
+    let mut caller = m.step_command(c.pid, "checkpoint").spawn().unwrap();
     sleep(Duration::from_millis(300));
     assert!(caller.try_wait().unwrap().is_none());
     frozen.with_restore_thread(|| assert!(caller.wait().unwrap().success()));
-    frozen.with_restore_thread(|| m.ok(c.pid, &["restore"]));
+    frozen.with_restore_thread(|| m.ok(c.pid, "restore"));
     frozen.thaw();
-    m.ok(c.pid, &["unlock"]);
+    m.ok(c.pid, "unlock");
     c.goes_on();
 }

@@ -26,15 +26,15 @@ struct Job {
 }
 
 impl Job {
-    fn new(flags: &[&str], env: &[(&str, &str)]) -> Self {
+    fn new(flags: &str, env: &[(&str, &str)]) -> Self {
         Self::with(flags, env, "")
     }
 
-    fn with(flags: &[&str], env: &[(&str, &str)], more: &str) -> Self {
+    fn with(flags: &str, env: &[(&str, &str)], more: &str) -> Self {
         let program = Path::new(env!("CARGO_BIN_EXE_cusim-nccl"));
         let library = program.with_file_name("libcryopod_preload.so");
         assert!(library.exists(), "cargo build --workspace");
-        let mut machine = Machine::new(&["--gpus", "2"]);
+        let mut machine = Machine::new("--gpus 2");
         assert!(
             machine.path("lib/libnccl.so.2").exists(),
             "cargo build --workspace"
@@ -57,9 +57,9 @@ impl Job {
 
     /// What the driver does at a checkpoint and a restore, to all ranks.
     fn driver(&self) {
-        for steps in [["lock", "checkpoint"], ["restore", "unlock"]] {
+        for steps in ["lock checkpoint", "restore unlock"] {
             for pid in self.pids() {
-                self.machine.ok(pid, &steps);
+                self.machine.ok(pid, steps);
             }
         }
     }
@@ -80,18 +80,7 @@ impl Job {
 
 #[test]
 fn ranks_out_of_step_stop_together_and_go_on() {
-    let job = Job::new(
-        &[
-            "--ranks",
-            "4",
-            "--mixed",
-            "--slow-ms",
-            "15",
-            "--interval-ms",
-            "1",
-        ],
-        &[],
-    );
+    let job = Job::new("--ranks 4 --mixed --slow-ms 15 --interval-ms 1", &[]);
     let rounds = std::env::var("NCCL_ROUNDS").ok();
     let rounds = rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(6);
     for round in 0..rounds {
@@ -115,24 +104,15 @@ fn ranks_out_of_step_stop_together_and_go_on() {
     // Without this the job is lost.
     let pids = job.pids();
     for pid in &pids {
-        job.machine.ok(*pid, &["lock", "checkpoint"]);
+        job.machine.ok(*pid, "lock checkpoint");
     }
-    job.machine.fails(pids[0], &["restore"], "NOT_SUPPORTED");
+    job.machine.fails(pids[0], "restore", "NOT_SUPPORTED");
 }
 
 #[test]
 fn ranks_far_ahead_are_caught_up_with() {
-    let flags = [
-        "--ranks",
-        "3",
-        "--every",
-        "50",
-        "--slow-ms",
-        "5",
-        "--interval-ms",
-        "0",
-    ];
-    let job = Job::new(&flags, &[]);
+    let flags = "--ranks 3 --every 50 --slow-ms 5 --interval-ms 0";
+    let job = Job::new(flags, &[]);
     for _ in 0..3 {
         let mut group = job.group();
         group.down(QUIESCE).unwrap();
@@ -146,7 +126,7 @@ fn ranks_far_ahead_are_caught_up_with() {
 #[test]
 fn children_that_come_later_are_known() {
     let job = Job::new(
-        &["--ranks", "3", "--mixed", "--interval-ms", "1"],
+        "--ranks 3 --mixed --interval-ms 1",
         &[("NCCL_SIM_ASYNC", "1")],
     );
     for _ in 0..3 {
@@ -162,7 +142,7 @@ fn children_that_come_later_are_known() {
 #[test]
 fn whoever_dies_the_others_see_nccls_error() {
     for step in 0..4 {
-        let job = Job::new(&["--ranks", "3", "--interval-ms", "5"], &[]);
+        let job = Job::new("--ranks 3 --interval-ms 5", &[]);
         let die = |at| {
             if step == at {
                 job.kill(1);
@@ -210,7 +190,7 @@ fn a_linked_function_that_nobody_knows_is_told() {
         .args([&library, &source])
         .status();
     assert!(built.unwrap().success());
-    let job = Job::with(&["--ranks", "2"], &[], library.to_str().unwrap());
+    let job = Job::with("--ranks 2", &[], library.to_str().unwrap());
     let obstacles = job.group().obstacles();
     assert!(
         obstacles
@@ -223,12 +203,11 @@ fn a_linked_function_that_nobody_knows_is_told() {
 #[test]
 fn what_cannot_be_made_again_is_told() {
     for (flags, env, why) in [
-        (vec!["--hinder", "window"], vec![], "ncclCommWindowRegister"),
-        (vec!["--hinder", "novelty"], vec![], "ncclCommNovelty"),
-        (vec![], vec![("NCCL_SIM_VERSION", "21703")], "too old"),
+        ("--hinder window", vec![], "ncclCommWindowRegister"),
+        ("--hinder novelty", vec![], "ncclCommNovelty"),
+        ("", vec![("NCCL_SIM_VERSION", "21703")], "too old"),
     ] {
-        let flags = [&["--ranks", "2"], &flags[..]].concat();
-        let job = Job::new(&flags, &env);
+        let job = Job::new(&format!("--ranks 2 {flags}"), &env);
         let obstacles = job.group().obstacles();
         assert!(
             obstacles.iter().any(|(_, w)| w.contains(why)),

@@ -33,7 +33,7 @@ fn library() -> PathBuf {
     path
 }
 
-fn client(machine: &mut Machine, flags: &[&str]) -> Client {
+fn client(machine: &mut Machine, flags: &str) -> Client {
     machine.client_env(flags, &[("LD_PRELOAD", library().to_str().unwrap())])
 }
 
@@ -76,7 +76,7 @@ fn same(now: &[u64], before: &[u64]) -> bool {
 /// One test: the environment of this process names the simulated machine.
 #[test]
 fn memory_leaves_and_comes_back() {
-    let mut machine = Machine::new(&["--gpus", "2"]);
+    let mut machine = Machine::new("--gpus 2");
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("CUSIM_DEV_ROOT", machine.path("dev")) };
     let libcuda = machine.path("lib").join("libcuda.so.1");
@@ -84,20 +84,8 @@ fn memory_leaves_and_comes_back() {
     let copier = Copier::load(&libcuda).unwrap();
 
     // Two GPUs, pieces larger than a buffer and smaller, threads that call the driver, allocations that come and go.
-    let flags = [
-        "--mib",
-        "50",
-        "--chunk-mib",
-        "18",
-        "--gpus",
-        "0,1",
-        "--threads",
-        "3",
-        "--churn",
-        "--fork-idle",
-        "1",
-    ];
-    let client = client(&mut machine, &flags);
+    let flags = "--mib 50 --chunk-mib 18 --gpus 0,1 --threads 3 --churn --fork-idle 1";
+    let client = client(&mut machine, flags);
     client.goes_on();
     let library = Library::of(client.pid).unwrap();
     // A forked child has the descriptors, and not the library's thread.
@@ -113,7 +101,7 @@ fn memory_leaves_and_comes_back() {
         let left: Vec<u64> = left.iter().map(|left| left + (50 << 20)).collect();
         assert!(same(&left, &before), "{left:?} of {before:?}");
         // The driver has only the rest to move.
-        machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+        machine.ok(client.pid, "lock checkpoint restore unlock");
         bring_back(&copier, &library, &mut memory);
         client.goes_on();
         assert!(same(&machine.held(client.pid), &before));
@@ -122,7 +110,7 @@ fn memory_leaves_and_comes_back() {
     // What was held on the GPU comes back without the copy in host memory.
     for _ in 0..2 {
         let (memory, held) = hold(&copier, &library);
-        machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+        machine.ok(client.pid, "lock checkpoint restore unlock");
         let new = library.ask(ALL, None, LIMIT).unwrap();
         let new = copier.import(&new, memory.len() as u64).unwrap();
         let of = |piece: &Imported| new.iter().find(|n| n.place() == piece.place()).unwrap();
@@ -197,27 +185,27 @@ fn memory_leaves_and_comes_back() {
     client.goes_on();
 
     // It takes the driver's own way as well.
-    machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+    machine.ok(client.pid, "lock checkpoint restore unlock");
     client.goes_on();
 
     // Without an agent it brings its memory back itself; what the driver still locks is waited for.
     let memory = take_out(&copier, &library);
     let file = tempfile::tempfile().unwrap();
     std::io::Write::write_all(&mut &file, &memory).unwrap();
-    machine.ok(client.pid, &["lock", "checkpoint"]);
+    machine.ok(client.pid, "lock checkpoint");
     library
         .go_on_alone(Vec::new(), Some(std::os::fd::AsFd::as_fd(&file)))
         .unwrap();
-    machine.ok(client.pid, &["restore", "unlock"]);
+    machine.ok(client.pid, "restore unlock");
     client.goes_on();
     assert!(same(&machine.held(client.pid), &before));
 
     // The same from memory that is still on the GPU, of which only descriptors are left.
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
     library.ask(Request::Release, None, LIMIT).unwrap();
-    machine.ok(client.pid, &["lock", "checkpoint"]);
+    machine.ok(client.pid, "lock checkpoint");
     library.go_on_alone(pieces, None).unwrap();
-    machine.ok(client.pid, &["restore", "unlock"]);
+    machine.ok(client.pid, "restore unlock");
     client.goes_on();
     assert!(same(&machine.held(client.pid), &before));
 
@@ -229,7 +217,7 @@ fn memory_leaves_and_comes_back() {
     common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
 
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
-    let client = self::client(&mut machine, &["--mib", "64", "--chunk-mib", "32"]);
+    let client = self::client(&mut machine, "--mib 64 --chunk-mib 32");
     let library = Library::of(client.pid).unwrap();
     let mut memory = take_out(&copier, &library);
     // A part of it, and again: it has no contents yet.
@@ -249,7 +237,7 @@ fn memory_leaves_and_comes_back() {
 
     // A process that dies at any step is told at once, and its memory does not stay.
     for step in 0..4 {
-        let client = self::client(&mut machine, &["--mib", "32", "--chunk-mib", "16"]);
+        let client = self::client(&mut machine, "--mib 32 --chunk-mib 16");
         let library = Library::of(client.pid).unwrap();
         let mut die = |now| {
             if step == now {

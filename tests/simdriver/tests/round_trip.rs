@@ -17,8 +17,8 @@ fn nodes(fds: &[String]) -> usize {
 
 #[test]
 fn memory_moves_out_and_back() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&[]);
+    let mut m = Machine::new("");
+    let c = m.client("");
     assert_eq!(m.state(c.pid), "running");
     // Four MiB of the program, eight of the context.
     assert_eq!(m.held(c.pid), [12 * MIB]);
@@ -32,10 +32,10 @@ fn memory_moves_out_and_back() {
         .collect();
     assert!(mapped.len() > 20, "{}", c.maps());
 
-    m.ok(c.pid, &["lock"]);
+    m.ok(c.pid, "lock");
     assert_eq!(m.state(c.pid), "locked");
     c.stands_still();
-    m.ok(c.pid, &["checkpoint"]);
+    m.ok(c.pid, "checkpoint");
     assert_eq!(m.state(c.pid), "checkpointed");
     assert_eq!(m.held(c.pid), [0]);
     wait_for("the server to notice", || {
@@ -61,18 +61,18 @@ fn memory_moves_out_and_back() {
         );
     }
 
-    m.ok(c.pid, &["restore"]);
+    m.ok(c.pid, "restore");
     assert_eq!(m.state(c.pid), "locked");
     c.stands_still();
     let maps = c.maps();
     assert!(mapped.iter().all(|r| maps.contains(r.as_str())), "{maps}");
-    m.ok(c.pid, &["unlock"]);
+    m.ok(c.pid, "unlock");
     assert_eq!(m.state(c.pid), "running");
     c.goes_on();
     assert_eq!(m.held(c.pid), [12 * MIB]);
     assert_eq!(nodes(&c.fds()), open);
     // And again, in one go.
-    m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
+    m.ok(c.pid, "lock checkpoint restore unlock");
     c.goes_on();
     let done = m.events("checkpoint");
     assert_eq!(done.len(), 2);
@@ -90,28 +90,21 @@ fn placeholder_over(line: &str, address: u64) -> bool {
 
 #[test]
 fn a_job_without_memory_of_its_own() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&["--mib", "0"]);
-    m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
+    let mut m = Machine::new("");
+    let c = m.client("--mib 0");
+    m.ok(c.pid, "lock checkpoint restore unlock");
     c.goes_on();
 }
 
 #[test]
 fn zeros_halves_churn_and_threads() {
-    let mut m = Machine::new(&["--gpus", "2"]);
+    let mut m = Machine::new("--gpus 2");
     for content in ["zero", "half"] {
-        let c = m.client(&[
-            "--content",
-            content,
-            "--gpus",
-            "all",
-            "--churn",
-            "--threads",
-            "3",
-        ]);
+        let flags = format!("--content {content} --gpus all --churn --threads 3");
+        let c = m.client(&flags);
         assert_eq!(m.held(c.pid), [12 * MIB, 12 * MIB]);
         for _ in 0..3 {
-            m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
+            m.ok(c.pid, "lock checkpoint restore unlock");
             c.goes_on();
         }
         m.kill(&c);
@@ -120,9 +113,9 @@ fn zeros_halves_churn_and_threads() {
 
 #[test]
 fn the_restore_thread_is_named_and_counted() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&[]);
-    let tid = m.ok(c.pid, &["tid"]);
+    let mut m = Machine::new("");
+    let c = m.client("");
+    let tid = m.ok(c.pid, "tid");
     assert_ne!(tid, c.pid.to_string());
     let comm = fs::read_to_string(format!("/proc/{}/task/{tid}/comm", c.pid)).unwrap();
     let hex = comm.trim().strip_prefix("cuda").unwrap();
@@ -133,8 +126,8 @@ fn the_restore_thread_is_named_and_counted() {
 
 #[test]
 fn forked_children_keep_descriptors_and_mappings_but_those_of_uvm() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&["--fork-idle", "2"]);
+    let mut m = Machine::new("");
+    let c = m.client("--fork-idle 2");
     let idle = children(c.pid);
     assert_eq!(idle.len(), 2);
     for pid in &idle {
@@ -147,26 +140,26 @@ fn forked_children_keep_descriptors_and_mappings_but_those_of_uvm() {
         assert!(maps.contains("/dev/nvidia0"), "{maps}");
         assert!(!maps.contains("nvidia-uvm"), "{maps}");
         // It has the page of its parent, but is no CUDA process.
-        m.fails(*pid, &["tid"], "CUDA_ERROR_INVALID_VALUE");
-        m.fails(*pid, &["state"], "CUDA_ERROR_INVALID_VALUE");
+        m.fails(*pid, "tid", "CUDA_ERROR_INVALID_VALUE");
+        m.fails(*pid, "state", "CUDA_ERROR_INVALID_VALUE");
     }
-    m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
+    m.ok(c.pid, "lock checkpoint restore unlock");
     c.goes_on();
     assert_eq!(nodes(&fds(idle[0])), NODES);
 }
 
 #[test]
 fn two_processes_overlap() {
-    let mut m = Machine::new(&["--gpus", "2"]);
-    let clients = [m.client(&["--gpus", "0"]), m.client(&["--gpus", "1"])];
+    let mut m = Machine::new("--gpus 2");
+    let clients = [m.client("--gpus 0"), m.client("--gpus 1")];
     for c in &clients {
-        m.ok(c.pid, &["lock"]);
+        m.ok(c.pid, "lock");
     }
     m.set("slow-checkpoint=3000");
     thread::scope(|s| {
         for c in &clients {
             let m = &m;
-            s.spawn(move || m.ok(c.pid, &["checkpoint"]));
+            s.spawn(move || m.ok(c.pid, "checkpoint"));
         }
     });
     // Both had begun before one was done.
@@ -183,50 +176,50 @@ fn two_processes_overlap() {
         "{begun:?} {done:?}"
     );
     for c in &clients {
-        m.ok(c.pid, &["restore", "unlock"]);
+        m.ok(c.pid, "restore unlock");
         c.goes_on();
     }
 }
 
 #[test]
 fn calls_on_one_process_queue() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&[]);
+    let mut m = Machine::new("");
+    let c = m.client("");
     m.set("slow-lock=400");
     thread::scope(|s| {
-        s.spawn(|| m.ok(c.pid, &["lock"]));
+        s.spawn(|| m.ok(c.pid, "lock"));
         wait_for("the lock to begin", || !m.events("fault").is_empty());
         // Waits for the lock, and then sees it done.
         assert_eq!(m.state(c.pid), "locked");
     });
-    m.ok(c.pid, &["unlock"]);
+    m.ok(c.pid, "unlock");
     c.goes_on();
 }
 
 #[test]
 fn what_a_dead_process_held_is_free() {
-    let mut m = Machine::new(&[]);
-    let c = m.client(&[]);
+    let mut m = Machine::new("");
+    let c = m.client("");
     m.kill(&c);
     wait_for("the server to notice", || m.held(c.pid) == [0]);
-    m.fails(c.pid, &["state"], "CUDA_ERROR_INVALID_VALUE");
+    m.fails(c.pid, "state", "CUDA_ERROR_INVALID_VALUE");
 }
 
 #[test]
 fn one_program_many_processes() {
-    let mut m = Machine::new(&["--gpus", "2"]);
-    let c = m.client(&["--procs", "4", "--gpus", "0,1"]);
+    let mut m = Machine::new("--gpus 2");
+    let c = m.client("--procs 4 --gpus 0,1");
     wait_for("all four", || {
         (0..4).all(|i| c.text().contains(&format!(" p{i}\n")))
     });
     let pids = children(c.pid);
     assert_eq!(pids.len(), 4);
     for pid in &pids {
-        m.ok(*pid, &["lock", "checkpoint"]);
+        m.ok(*pid, "lock checkpoint");
     }
     c.stands_still();
     for pid in &pids {
-        m.ok(*pid, &["restore", "unlock"]);
+        m.ok(*pid, "restore unlock");
     }
     c.goes_on();
 }

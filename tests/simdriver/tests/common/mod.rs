@@ -35,7 +35,8 @@ pub struct Client {
 pub type Outcome = Result<String, String>;
 
 impl Machine {
-    pub fn new(flags: &[&str]) -> Self {
+    /// Starts the server. `flags`, like those below: a line of words.
+    pub fn new(flags: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         install::install(&dir.path().join("lib"), &dir.path().join("sock")).unwrap();
         let server = Command::new(env!("CARGO_BIN_EXE_cusim-server"))
@@ -45,7 +46,7 @@ impl Machine {
             .arg(dir.path().join("dev"))
             .arg("--log")
             .arg(dir.path().join("log"))
-            .args(flags)
+            .args(flags.split_whitespace())
             .stderr(File::create(dir.path().join("server.err")).unwrap())
             .spawn()
             .unwrap();
@@ -70,31 +71,27 @@ impl Machine {
     }
 
     /// Starts a client and waits for its first tick.
-    pub fn client(&mut self, flags: &[&str]) -> Client {
+    pub fn client(&mut self, flags: &str) -> Client {
         self.client_env(flags, &[])
     }
 
-    pub fn client_env(&mut self, flags: &[&str], env: &[(&str, &str)]) -> Client {
-        let mut all = flags.to_vec();
-        for (flag, value) in [
-            ("--mib", "4"),
-            ("--chunk-mib", "2"),
-            ("--interval-ms", "20"),
-        ] {
-            if !flags.contains(&flag) {
-                all.extend([flag, value]);
+    pub fn client_env(&mut self, flags: &str, env: &[(&str, &str)]) -> Client {
+        let mut all = flags.to_owned();
+        for (flag, value) in [("--mib", 4), ("--chunk-mib", 2), ("--interval-ms", 20)] {
+            if !flags.split_whitespace().any(|word| word == flag) {
+                all += &format!(" {flag} {value}");
             }
         }
         self.program(env!("CARGO_BIN_EXE_cusim-client"), &all, env)
     }
 
     /// Starts another program that ticks as a client does.
-    pub fn program(&mut self, program: &str, flags: &[&str], env: &[(&str, &str)]) -> Client {
+    pub fn program(&mut self, program: &str, flags: &str, env: &[(&str, &str)]) -> Client {
         let out = self.path(&format!("out{}", self.clients.len()));
         let file = File::create(&out).unwrap();
         let mut c = Command::new(program);
         self.environment(&mut c);
-        c.args(flags)
+        c.args(flags.split_whitespace())
             .envs(env.iter().copied())
             .stdin(Stdio::null())
             .stdout(file.try_clone().unwrap())
@@ -120,15 +117,16 @@ impl Machine {
         pid
     }
 
-    pub fn step_command(&self, pid: i32, args: &[&str]) -> Command {
+    pub fn step_command(&self, pid: i32, args: &str) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-step"));
         self.environment(&mut c);
+        let args = args.split_whitespace();
         c.arg(pid.to_string()).args(args).stdin(Stdio::null());
         c
     }
 
     /// Does steps to a process, from a process of its own.
-    pub fn step(&self, pid: i32, args: &[&str]) -> Outcome {
+    pub fn step(&self, pid: i32, args: &str) -> Outcome {
         let out = self.step_command(pid, args).output().unwrap();
         let text = |b: &[u8]| String::from_utf8_lossy(b).trim().to_owned();
         if out.status.success() {
@@ -146,13 +144,13 @@ impl Machine {
         }
     }
 
-    pub fn ok(&self, pid: i32, args: &[&str]) -> String {
+    pub fn ok(&self, pid: i32, args: &str) -> String {
         self.step(pid, args)
             .unwrap_or_else(|e| panic!("{args:?}: {e}"))
     }
 
     /// Does a step that must fail with this code.
-    pub fn fails(&self, pid: i32, args: &[&str], code: &str) {
+    pub fn fails(&self, pid: i32, args: &str, code: &str) {
         match self.step(pid, args) {
             Ok(t) => panic!("{args:?} succeeded: {t}"),
             Err(e) => assert!(e.contains(&format!("{code} (")), "{args:?}: {e}"),
@@ -160,7 +158,7 @@ impl Machine {
     }
 
     pub fn state(&self, pid: i32) -> String {
-        self.ok(pid, &["state"])
+        self.ok(pid, "state")
     }
 
     pub fn control(&self, line: &str) -> Value {
