@@ -273,6 +273,11 @@ impl Config {
         }
     }
 
+    /// Returns true if a restore holds the archive's privileges to the spec's.
+    pub fn compares_privileges(&self) -> bool {
+        self.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true)
+    }
+
     /// Directories to search for checkpoints that others build upon, and for large files of checkpoints.
     pub fn search(&self) -> Vec<PathBuf> {
         let parents = self.vram.parents.iter().cloned();

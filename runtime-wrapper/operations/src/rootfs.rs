@@ -15,6 +15,7 @@ mod apply;
 mod capture;
 pub mod frozen;
 mod layer;
+mod program_rights;
 mod records;
 
 use std::fs::File;
@@ -27,9 +28,11 @@ use cryopod_host::files::{Host, open_in_root};
 use cryopod_host::spec::Spec;
 use nix::fcntl::OFlag;
 
+use crate::config::Config;
 use crate::config::rootfs::{Carry, RootfsOptions};
 use crate::error::Error;
 use crate::rootfs::frozen::Frozen;
+use crate::rootfs::program_rights::ProgramRights;
 
 pub use adopt::adopt;
 
@@ -181,7 +184,7 @@ impl ContainerRoot<'_> {
 /// # Errors
 /// [`Error::Io`] names the entry. Nothing was written if the tar exceeds its bounds or names something outside the
 /// root.
-pub fn apply(options: &RootfsOptions, images: &Path, bundle: &Path) -> Result<(), Error> {
+pub fn apply(config: &Config, images: &Path, bundle: &Path) -> Result<(), Error> {
     let path = images.join(FILE);
     // A stranger's link would have other files of the host unpacked.
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
@@ -196,7 +199,8 @@ pub fn apply(options: &RootfsOptions, images: &Path, bundle: &Path) -> Result<()
     let Some(root) = root.map(|r| bundle.join(r)) else {
         return Ok(());
     };
-    apply::unpack(&path, &root, options).map_err(Error::io(format!(
+    let rights = ProgramRights::of(config, &spec);
+    apply::unpack(&path, &root, &config.rootfs, rights).map_err(Error::io(format!(
         "the files of the checkpoint ({}) cannot be put into {}",
         path.display(),
         root.display()
@@ -204,12 +208,18 @@ pub fn apply(options: &RootfsOptions, images: &Path, bundle: &Path) -> Result<()
 }
 
 /// Unpacks the carried files of `/dev/shm` into the directory that the new container has there.
-pub fn apply_shm(options: &RootfsOptions, images: &Path, directory: &Path) -> Result<(), Error> {
+pub fn apply_shm(
+    config: &Config,
+    spec: &Spec,
+    images: &Path,
+    directory: &Path,
+) -> Result<(), Error> {
     let path = images.join(SHM_FILE);
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
         return Ok(());
     }
-    apply::unpack(&path, directory, options).map_err(Error::io(format!(
+    let rights = ProgramRights::of(config, spec);
+    apply::unpack(&path, directory, &config.rootfs, rights).map_err(Error::io(format!(
         "the files of /dev/shm ({}) cannot be put into {}",
         path.display(),
         directory.display()

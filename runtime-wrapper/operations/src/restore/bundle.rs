@@ -47,9 +47,9 @@ pub(super) fn change(
     if request.flag("detach") {
         restoring.note(op.dir())?;
     }
-    rootfs::apply(&request.config().rootfs, &request.images, bundle)?;
+    rootfs::apply(request.config(), &request.images, bundle)?;
     if let Some(shm) = rootfs::own_shm(&request.mounts, bundle) {
-        rootfs::apply_shm(&request.config().rootfs, &request.images, &shm)?;
+        rootfs::apply_shm(request.config(), spec, &request.images, &shm)?;
     }
     let provision = &prepared.provision;
     let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;

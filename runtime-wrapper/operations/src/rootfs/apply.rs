@@ -16,19 +16,30 @@ use nix::sys::stat::Mode;
 use rustix::fs::{XattrFlags, fsetxattr};
 use tar::EntryType;
 
+use super::program_rights::ProgramRights;
 use super::records::{TarRecord, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::RootfsOptions;
 
 const PARTIAL: &str = ".cryopod-unpacked";
 
-/// Unpacks a tar of changes over this root, within the bounds.
-pub fn unpack(tar: &Path, root: &Path, bounds: &RootfsOptions) -> io::Result<()> {
+/// Unpacks a tar of changes over this root, within the bounds. Programs in it keep what these rights allow.
+pub fn unpack(
+    tar: &Path,
+    root: &Path,
+    bounds: &RootfsOptions,
+    mut rights: ProgramRights,
+) -> io::Result<()> {
     let root = File::open(root)?;
     let tar = open_regular(tar)?;
     // Checks all of it before changing anything of the container.
     each(&tar, bounds, &mut |record| record.place().map(drop))?;
-    each(&tar, bounds, &mut |record| one(record, &root))
+    each(&tar, bounds, &mut |record| {
+        rights.limit(record)?;
+        one(record, &root)
+    })?;
+    rights.warn();
+    Ok(())
 }
 
 struct OpenDirectory(OwnedFd);

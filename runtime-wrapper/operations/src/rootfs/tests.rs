@@ -50,12 +50,17 @@ fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<
 fn bundle(dir: &Path) -> std::path::PathBuf {
     let bundle = dir.join("bundle");
     bundle.dir("rootfs");
-    bundle.put("config.json", r#"{"root":{"path":"rootfs"}}"#);
+    let capabilities = r#"{"permitted":["CAP_SETUID","CAP_SETFCAP"]}"#;
+    let process = format!(r#"{{"user":{{"uid":1000,"gid":1000}},"capabilities":{capabilities}}}"#);
+    bundle.put(
+        "config.json",
+        format!(r#"{{"root":{{"path":"rootfs"}},"process":{process}}}"#),
+    );
     bundle
 }
 
 fn restore(images: &Path, bundle: &Path) -> Result<(), Error> {
-    apply(&RootfsOptions::default(), images, bundle)
+    apply(&Config::default(), images, bundle)
 }
 
 #[test]
@@ -197,7 +202,11 @@ fn bounds() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
     let refused = |options: &RootfsOptions| {
-        let e = apply(options, dir.path(), &bundle).unwrap_err().to_string();
+        let config = Config {
+            rootfs: options.clone(),
+            ..Config::default()
+        };
+        let e = apply(&config, dir.path(), &bundle).unwrap_err().to_string();
         assert_eq!(fs::read_dir(bundle.join("rootfs")).unwrap().count(), 0);
         e
     };

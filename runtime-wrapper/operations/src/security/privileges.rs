@@ -95,7 +95,7 @@ pub fn compare(
     open: impl FnMut(&str) -> Result<Option<Vec<u8>>, PrivilegesError>,
     given: Given<'_>,
 ) -> Result<Comparison, PrivilegesError> {
-    let on = config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true);
+    let on = config.compares_privileges();
     let off = |what: String| format!("the check {PRIVILEGES_CHECK} is off: {what}");
     match privileges::read(open) {
         Ok(found) if on => Ok(Comparison {

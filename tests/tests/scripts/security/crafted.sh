@@ -367,3 +367,11 @@ fi
 podman rm -f -t 0 root > /dev/null
 state > /tmp/after
 check 'left outside: the host is as before' diff /tmp/before /tmp/after
+# A carried program gives nobody another user whom the spec's capabilities do not give.
+rm -rf "$from/crafted" && cp -r "$from/root" "$from/crafted"
+mkdir -p /tmp/carried
+cp /bin/true /tmp/carried/program && chmod 4755 /tmp/carried/program
+tar --format=gnu --owner=7 --group=0 -C /tmp/carried -cf "$from/crafted/cryopod-rootfs.tar" program
+check 'a copy with a program' start copy --annotation "dev.cryopod.restore=$from/crafted"
+check 'the program is no set-user-id program' [ "$(podman exec copy stat -c '%a %u' /program)" = '755 7' ]
+podman rm -f -t 0 copy > /dev/null

@@ -230,7 +230,7 @@ impl NewMounts {
         let shm = self.provided.iter().find(|p| p.key == SHM);
         // One that the engine has made is in the bundle's mounts.
         if let Some(shm) = shm {
-            rootfs::apply_shm(&request.config().rootfs, &request.images, &shm.path)?;
+            rootfs::apply_shm(request.config(), &request.spec, &request.images, &shm.path)?;
         }
         Ok(points)
     }
