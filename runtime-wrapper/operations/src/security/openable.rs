@@ -5,6 +5,7 @@ use std::fs::{File, Metadata};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 
+use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -13,7 +14,6 @@ use rustix::thread::{
     CapabilitySet, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
     set_thread_res_uid,
 };
-use serde_json::Value;
 
 use super::ceiling::CredentialsCeiling;
 
@@ -66,26 +66,28 @@ pub struct SpecUser {
     gids: Vec<u32>,
     opens_all: bool,
     reads_all: bool,
-    /// The host's numbers of the user namespace: first and count. None: there is no such namespace.
-    users: Vec<(u32, u32)>,
-    groups: Vec<(u32, u32)>,
+    /// Those of the user namespace; empty without one.
+    users: IdMap,
+    groups: IdMap,
 }
 
 impl SpecUser {
     pub fn of(spec: &Spec) -> Self {
         let ceiling = CredentialsCeiling::of(spec);
-        let map = |pointer| IdMapping::list(spec.json(), pointer);
-        let (users, groups) = (map("/linux/uidMappings"), map("/linux/gidMappings"));
-        let host = |ids: &[IdMapping], id| ids.iter().find_map(|m| m.host(id)).unwrap_or(id);
-        let ranges = |ids: &[IdMapping]| ids.iter().map(|m| (m.host, m.size)).collect();
+        let users = IdMap::of_spec(spec.json(), "uidMappings");
+        let groups = IdMap::of_spec(spec.json(), "gidMappings");
+        let host = |ids: &IdMap, id: u32| {
+            let outside = ids.outside(id.into()).and_then(|id| u32::try_from(id).ok());
+            outside.unwrap_or(id)
+        };
         let (uid, gids) = ceiling.ids();
         Self {
             uid: host(&users, uid),
             gids: gids.iter().map(|gid| host(&groups, *gid)).collect(),
             opens_all: OPEN_ALL.iter().any(|name| ceiling.has(name)),
             reads_all: ceiling.has(READ_ALL),
-            users: ranges(&users),
-            groups: ranges(&groups),
+            users,
+            groups,
         }
     }
 
@@ -169,48 +171,19 @@ impl SpecUser {
 
     /// Capabilities reach as far as the files of the namespace's users.
     fn is_of_namespace(&self, file: &OwnedFd) -> bool {
-        let within = |ranges: &[(u32, u32)], id: u32| {
-            let mut ranges = ranges.iter();
-            ranges.any(|(first, count)| id.checked_sub(*first).is_some_and(|at| at < *count))
-        };
         let meta = file.try_clone().map(File::from).and_then(|f| f.metadata());
-        let owned = |m: Metadata| within(&self.users, m.uid()) && within(&self.groups, m.gid());
-        self.users.is_empty() || meta.is_ok_and(owned)
-    }
-}
-
-/// One entry of `uidMappings` or `gidMappings`.
-#[derive(Debug, Clone, Copy)]
-struct IdMapping {
-    container: u32,
-    host: u32,
-    size: u32,
-}
-
-impl IdMapping {
-    fn list(spec: &Value, pointer: &str) -> Vec<Self> {
-        let list = spec.pointer(pointer).and_then(Value::as_array);
-        let entry = |m: &Value| {
-            let number = |key: &str| u32::try_from(m.get(key)?.as_u64()?).ok();
-            Some(Self {
-                container: number("containerID")?,
-                host: number("hostID")?,
-                size: number("size")?,
-            })
+        let owned = |m: Metadata| {
+            let (user, group) = (u64::from(m.uid()), u64::from(m.gid()));
+            self.users.inside(user).is_some() && self.groups.inside(group).is_some()
         };
-        list.into_iter().flatten().filter_map(entry).collect()
-    }
-
-    fn host(&self, id: u32) -> Option<u32> {
-        let offset = id.checked_sub(self.container)?;
-        (offset < self.size).then(|| self.host.checked_add(offset))?
+        self.users.is_empty() || meta.is_ok_and(owned)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
     use std::os::unix::fs::PermissionsExt;
 
     fn user(uid: u32, capabilities: &[&str], maps: &Value) -> SpecUser {
