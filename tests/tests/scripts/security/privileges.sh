@@ -56,7 +56,7 @@ gone
 
 refused() { # NAME WANT
     if pod container restore --import /tmp/c1.tar > /tmp/said 2>&1; then echo "$1: restored"; exit 1; fi
-    grep -qF -- "$2" /tmp/said || { echo "$1: said"; cat /tmp/said; exit 1; }
+    grep -qF -e "$2" -e "$hidden" /tmp/said || { echo "$1: said"; cat /tmp/said; exit 1; }
     gone
     [ -z "$(ls -A /run/cryopod)" ]
     echo "ok: refused: $1"
