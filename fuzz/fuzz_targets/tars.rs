@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use cryopod_operations::config::rootfs::RootfsOptions;
+use cryopod_operations::config::Config;
 use cryopod_operations::images::devtar::{self, TarNode};
 use cryopod_operations::rootfs;
 use libfuzzer_sys::fuzz_target;
@@ -43,12 +43,10 @@ fn files(tar: &[u8]) {
     }
     // So that a link in the root that leads out is there to be followed.
     let _ = std::os::unix::fs::symlink(DIR.join("bundle/outside"), root.join("out"));
-    let options = RootfsOptions {
-        max_gib: 1,
-        max_files: 64,
-        ..RootfsOptions::default()
-    };
-    let _ = rootfs::apply(&options, &DIR.join("images"), &DIR.join("bundle"));
+    let mut config = Config::default();
+    config.rootfs.max_gib = 1;
+    config.rootfs.max_files = 64;
+    let _ = rootfs::apply(&config, &DIR.join("images"), &DIR.join("bundle"));
     assert_eq!(
         names(&DIR.join("bundle")),
         ["config.json", "outside", "rootfs"]

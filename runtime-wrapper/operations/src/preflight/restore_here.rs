@@ -21,7 +21,7 @@ use cryopod_host::spec::Spec;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::preflight::surroundings;
-use crate::preflight::volume_access::VolumeAccess;
+use crate::preflight::volume_access::{VolumeAccess, devices};
 use crate::preflight::{self, RestoreQuestion};
 use crate::request::Request;
 use crate::security::privileges;
@@ -101,7 +101,7 @@ pub fn not_openable(request: &Request<'_>, pids: &[i32]) -> Vec<Refusal> {
         return Vec::new();
     };
     let mut access = VolumeAccess::of(request);
-    access.ask_opened(*first, pids, None);
+    access.ask_opened(*first, pids, &devices(request).collect::<Vec<_>>());
     access.ask_made(pids);
     access.refusals()
 }

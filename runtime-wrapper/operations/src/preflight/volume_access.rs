@@ -4,13 +4,14 @@
 //! What CRIU makes or removes is asked before it starts, by the paths in its images. What it opens is asked of the restored
 //! processes, before they run: the kernel has followed links and mounts. A checkpoint asks the same of the running ones.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
+use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::MountDestination;
 use cryopod_host::files::open_in_root;
@@ -21,11 +22,15 @@ use rustix::fs::{AtFlags, StatxFlags, statx};
 
 use crate::request::Request;
 use crate::rootfs::{SHM, own_shm};
-use crate::security::image_check::opened::ReachedPaths;
+use crate::security::image_check::opened::{ReachedPaths, WatchedHandle};
 use crate::security::openable::{SpecUser, VolumeFile};
 
 /// What links of `/proc/PID/fd` have behind the path of a deleted file.
 const DELETED: &str = " (deleted)";
+/// `/dev/null`, `zero`, `full`, `random`, `urandom`, `tty` and `ptmx`.
+const EVERYBODYS: [(u32, u32); 7] = [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)];
+/// The majors of pseudo terminals, which every runtime allows.
+const TERMINALS: std::ops::RangeInclusive<u32> = 136..=143;
 /// As many files are held open to be asked for.
 const MAX_ASKED: usize = 256;
 /// The most links that a path may lead through, as in the kernel.
@@ -52,8 +57,20 @@ impl<'a> VolumeAccess<'a> {
         }
     }
 
-    /// Asks for what CRIU makes, removes or watches by its path.
-    pub fn ask_paths(&mut self, reached: &ReachedPaths) {
+    /// Asks for what CRIU makes, removes or watches by its path, and for what nobody has open before it runs.
+    pub fn ask_paths(&mut self, reached: &ReachedPaths, devices: &[(u32, u32)]) {
+        for file in &reached.in_flight {
+            let found = self.locate(&file.path);
+            if let Some((volume, found)) =
+                found.and_then(|(volume, rest)| open_in(self.request, volume, &rest))
+            {
+                let found = File::from(found);
+                if let Ok(meta) = found.metadata() {
+                    self.ask_node(&file.path, &meta, devices);
+                }
+                self.ask_open(&file.path, volume, found.into(), file.flags, file.is_mapped);
+            }
+        }
         for path in &reached.watched {
             let found = self.locate(path);
             if let Some((volume, file)) =
@@ -62,21 +79,70 @@ impl<'a> VolumeAccess<'a> {
                 self.ask_open(path, volume, file, libc::O_RDONLY, false);
             }
         }
-        let made = reached.made.iter().map(|path| Path::new("/").join(path));
-        for path in made.chain(reached.bound.iter().cloned()) {
+        for made in &reached.made {
+            let path = Path::new("/").join(&made.path);
+            if made.is_directory && self.exists(&path) {
+                // CRIU would give it the owner and the mode of the images.
+                self.refused.push(Refusal::new(
+                    format!("{}, a deleted directory, is there again", path.display()),
+                    "move what is there away",
+                ));
+            }
             self.ask_make(&path);
+        }
+        for path in &reached.bound {
+            self.ask_make(path);
+        }
+    }
+
+    /// Asks for watched files that CRIU opens by a handle, anywhere on a mount's file system. Directories, whose events name
+    /// files, have a path at the checkpoint if they are in the container. `mounts`: those of the images.
+    pub fn ask_handles(&mut self, handles: &[WatchedHandle], mounts: &[CriuMount]) {
+        for handle in handles {
+            let on_device = mounts.iter().filter(|m| m.device == handle.device);
+            for mount in on_device {
+                let all = self.request.mounts.0.iter();
+                let mut all = all.filter(|d| {
+                    d.path == Path::new(&mount.key) || d.named == Path::new(&mount.key)
+                });
+                let directory = match (mount.external, all.next()) {
+                    (true, Some(volume)) => {
+                        open_in(self.request, volume, Path::new("")).map(|(_, fd)| File::from(fd))
+                    }
+                    (true, None) => None,
+                    (false, _) if mount.path == "/" => self.root(),
+                    (false, _) => None, // a file system of the container's own
+                };
+                let found = directory.and_then(|d| open_by_handle(&d, handle));
+                if found.is_some_and(|f| f.metadata().is_ok_and(|m| m.is_dir())) {
+                    self.refused.push(Refusal::new(
+                        format!("a process watches a directory outside of the container, on the file system of {}", mount.path),
+                        "make the checkpoint anew without the watch",
+                    ));
+                    break;
+                }
+            }
         }
     }
 
     /// Asks for what these processes have open. `init` has the container's mounts. `devices`: nodes that the container may
-    /// have besides those that its rules allow; `None`: they are not asked for.
-    pub fn ask_opened(&mut self, init: i32, pids: &[i32], devices: Option<&[(u32, u32)]>) {
+    /// have besides those that its rules allow.
+    pub fn ask_opened(&mut self, init: i32, pids: &[i32], devices: &[(u32, u32)]) {
         let host = &self.request.host;
         let has_volumes = self.request.mounts.0.iter().any(|mount| mount.bind);
-        if !has_volumes || devices.is_none() && self.user.opens_all() {
+        if !has_volumes {
             return;
         }
-        let mounts = mountinfo::of(host, &init.to_string());
+        // Processes may have mount namespaces of their own.
+        let mut mounts: BTreeMap<u64, Mount> = BTreeMap::new();
+        let mut namespaces = BTreeSet::new();
+        for pid in [init].iter().chain(pids) {
+            let namespace = host.path(format!("/proc/{pid}/ns/mnt")).read_link();
+            if namespace.is_ok_and(|n| namespaces.insert(n)) {
+                let found = mountinfo::of(host, &pid.to_string());
+                mounts.extend(found.into_iter().map(|m| (m.id, m)));
+            }
+        }
         let mut seen = BTreeSet::new();
         for pid in pids {
             let process = host.path(format!("/proc/{pid}"));
@@ -84,8 +150,9 @@ impl<'a> VolumeAccess<'a> {
             let descriptors = descriptors.filter_map(|d| Some((flags_of(&d)?, false, d)));
             let mapped = entries(&process.join("map_files"));
             let mapped = mapped.map(|m| (flags_of_mapped(&m), true, m));
-            let others = ["cwd", "exe"].map(|name| (libc::O_RDONLY, true, process.join(name)));
-            for (flags, is_mapped, link) in descriptors.chain(mapped).chain(others) {
+            // The directory in which a process is, a runtime enters as root, too.
+            let program = [(libc::O_RDONLY, true, process.join("exe"))];
+            for (flags, is_mapped, link) in descriptors.chain(mapped).chain(program) {
                 let file = match open_path(&link) {
                     Ok(file) => file,
                     Err(e) if is_out_of_descriptors(&e) => {
@@ -104,7 +171,7 @@ impl<'a> VolumeAccess<'a> {
                 }
                 let path = fs::read_link(&link).unwrap_or_default();
                 if flags & libc::O_PATH == 0
-                    && let (Some(devices), Ok(meta)) = (devices, file.metadata())
+                    && let Ok(meta) = file.metadata()
                 {
                     self.ask_node(&path, &meta, devices);
                 }
@@ -201,7 +268,9 @@ impl<'a> VolumeAccess<'a> {
         let (spec, kind) = (&self.request.spec, meta.file_type());
         let is_given = match () {
             () if kind.is_char_device() => {
-                devices.contains(&(major, minor)) || spec.allows(major.into(), minor.into())
+                TERMINALS.contains(&major)
+                    || devices.contains(&(major, minor))
+                    || spec.allows(major.into(), minor.into())
             }
             () if kind.is_block_device() => spec.allows_block(major.into(), minor.into()),
             () => true,
@@ -239,9 +308,10 @@ impl<'a> VolumeAccess<'a> {
             ),
             "have the process close it: a file of a volume that was deleted or replaced, or a socket",
         );
-        if is_others || is_read_only(self.request, volume) {
+        if is_others || has_option(self.request, volume, &["ro", "rro"]) {
             self.refused.push(refusal);
-        } else if !self.user.opens_all() {
+        } else if !self.user.opens_all() && !has_option(self.request, volume, &["idmap", "ridmap"])
+        {
             self.ask(VolumeFile::changed(directory), refusal);
         }
     }
@@ -261,6 +331,33 @@ impl<'a> VolumeAccess<'a> {
     /// Returns the volume to which a path of the container leads, and the rest of the path in it. The files of a tmpfs are
     /// in the images: a path of these must not lead through a link there (`image_check::mounts`).
     fn locate(&self, path: &Path) -> Option<(&'a MountDestination, PathBuf)> {
+        let at = self.resolve(path)?;
+        let (mount, rest) = innermost(self.request, &at)?;
+        is_volume(self.request, mount).then_some((mount, rest))
+    }
+
+    /// Returns true if there is something at this path, or a mount.
+    fn exists(&self, path: &Path) -> bool {
+        let Some(at) = self.resolve(path) else {
+            return true;
+        };
+        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW;
+        match innermost(self.request, &at) {
+            Some((_, rest)) if rest.as_os_str().is_empty() => true,
+            Some((mount, rest)) => open_in(self.request, mount, &rest).is_some(),
+            None => self
+                .root()
+                .is_some_and(|root| open_in_root(root, &at, flags).is_ok()),
+        }
+    }
+
+    fn root(&self) -> Option<File> {
+        let root = self.request.spec.json().pointer("/root/path")?.as_str()?;
+        open_path(&self.request.bundle.join(root)).ok()
+    }
+
+    /// Follows the links of a path of the container.
+    fn resolve(&self, path: &Path) -> Option<PathBuf> {
         let mut left: VecDeque<PathBuf> = parts(path).collect();
         let (mut at, mut links) = (PathBuf::from("/"), 0);
         while let Some(part) = left.pop_front() {
@@ -283,21 +380,19 @@ impl<'a> VolumeAccess<'a> {
                 }
             }
         }
-        let (mount, rest) = innermost(self.request, &at)?;
-        is_volume(self.request, mount).then_some((mount, rest))
+        Some(at)
     }
 
     /// Reads a link of the container, whose directory leads through none.
     fn link_at(&self, path: &Path) -> Option<PathBuf> {
         let request = self.request;
-        let (source, rest) = match innermost(request, path) {
-            Some((mount, rest)) => (mount.source.clone().filter(|_| mount.bind)?, rest),
-            None => {
-                let root = request.spec.json().pointer("/root/path");
-                (root?.as_str()?.into(), path.to_owned())
+        let (above, rest) = match innermost(request, path) {
+            Some((mount, rest)) => {
+                let source = mount.source.as_ref().filter(|_| mount.bind)?;
+                (open_path(&request.bundle.join(source)).ok()?, rest)
             }
+            None => (self.root()?, path.to_owned()),
         };
-        let above = open_path(&request.bundle.join(source)).ok()?;
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW;
         let link = open_in_root(above, &rest, flags).ok()?;
         // Of what is no link: an error.
@@ -305,7 +400,11 @@ impl<'a> VolumeAccess<'a> {
     }
 
     /// Returns the volume in which an open file lies, and what names the file there: mount, device and inode.
-    fn volume_of(&self, mounts: &[Mount], file: &File) -> Option<(&'a MountDestination, [u64; 3])> {
+    fn volume_of(
+        &self,
+        mounts: &BTreeMap<u64, Mount>,
+        file: &File,
+    ) -> Option<(&'a MountDestination, [u64; 3])> {
         let found = statx(
             file,
             c"",
@@ -313,7 +412,7 @@ impl<'a> VolumeAccess<'a> {
             StatxFlags::MNT_ID | StatxFlags::INO,
         )
         .ok()?;
-        let mount = mounts.iter().find(|m| m.id == found.stx_mnt_id)?;
+        let mount = mounts.get(&found.stx_mnt_id)?;
         let (volume, _) = innermost(self.request, &mount.point)?;
         let device = libc::makedev(found.stx_dev_major, found.stx_dev_minor);
         let identity = [found.stx_mnt_id, device, found.stx_ino];
@@ -333,6 +432,16 @@ fn not_asked(link: &Path, e: &io::Error) -> Refusal {
         ),
         "give the engine more descriptors (systemd: LimitNOFILE=)",
     )
+}
+
+/// Returns the device nodes that every container may have, and those of the spec.
+pub fn devices(request: &Request<'_>) -> impl Iterator<Item = (u32, u32)> {
+    let of_spec = request.spec.devices().into_iter();
+    let of_spec = of_spec.filter_map(|d| {
+        let number = |n: i64| u32::try_from(n).ok();
+        Some((number(d.major())?, number(d.minor())?))
+    });
+    EVERYBODYS.into_iter().chain(of_spec)
 }
 
 fn parts(path: &Path) -> impl Iterator<Item = PathBuf> {
@@ -366,11 +475,34 @@ fn open_in<'a>(
     Some((volume, open_in_root(source, rest, OFlag::O_PATH).ok()?))
 }
 
-fn is_read_only(request: &Request<'_>, volume: &MountDestination) -> bool {
+fn has_option(request: &Request<'_>, volume: &MountDestination, wanted: &[&str]) -> bool {
     let mounts = request.spec.mounts();
     let options = mounts.iter().filter(|m| *m.destination() == volume.named);
     let mut options = options.filter_map(|m| m.options().as_ref()).flatten();
-    options.any(|o| matches!(o.as_str(), "ro" | "rro"))
+    options.any(|o| wanted.contains(&o.as_str()))
+}
+
+fn open_by_handle(on: &File, handle: &WatchedHandle) -> Option<File> {
+    // The kernel takes no `O_PATH` here.
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
+    let on = open_in_root(on, Path::new(""), flags).ok()?;
+    // `struct file_handle`: the length, the kind, the bytes.
+    let length = u32::try_from(handle.bytes.len()).ok()?;
+    let mut buffer = [length.to_ne_bytes(), handle.kind.to_ne_bytes()].concat();
+    buffer.extend(&handle.bytes);
+    // SAFETY: the kernel reads the two numbers, and as many bytes as the first one says, which the buffer has.
+    let fd = unsafe {
+        let flags = libc::O_PATH | libc::O_CLOEXEC;
+        libc::syscall(
+            libc::SYS_open_by_handle_at,
+            on.as_raw_fd(),
+            buffer.as_ptr(),
+            flags,
+        )
+    };
+    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+    // SAFETY: the kernel has just made the descriptor, and nobody else has it.
+    Some(unsafe { File::from_raw_fd(fd) })
 }
 
 fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> + use<> {

@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::images;
 use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::{self, Provision};
+use crate::preflight::volume_access;
 use crate::preflight::{self, RestoreQuestion, RestoreTools};
 use crate::request::Request;
 use crate::restore::new_container::mounts::NewMounts;
@@ -53,9 +54,6 @@ pub(super) struct RestorePlan {
     pub bytes: u64,
     pub limit: Duration,
 }
-
-/// `null`, `zero`, `full`, `random`, `urandom`, `tty` and `ptmx`.
-const EVERYBODYS: [(u32, u32); 7] = [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)];
 
 /// Plans the restore. Starts the driver agent if the checkpoint needs it. `new`: into a container that is being created.
 pub(super) fn plan(
@@ -139,16 +137,11 @@ pub(super) fn plan(
 
 /// The device nodes that the container may have: those that every container has, the spec's and the GPUs'.
 pub(super) fn devices(request: &Request<'_>, chosen: &GpuPlacement) -> Vec<(u32, u32)> {
-    let of_spec = request.spec.devices().into_iter();
-    let of_spec = of_spec.filter_map(|d| {
-        let number = |n: i64| u32::try_from(n).ok();
-        Some((number(d.major())?, number(d.minor())?))
-    });
     let gpus = chosen.remap.targets.iter().filter_map(|t| {
         let number = |n: u64| u32::try_from(n).ok();
         Some((number(t.major)?, number(t.minor)?))
     });
-    EVERYBODYS.into_iter().chain(of_spec).chain(gpus).collect()
+    volume_access::devices(request).chain(gpus).collect()
 }
 
 /// Chooses the GPUs, and checks what this host has for them.

@@ -10,7 +10,7 @@ use cryopod_gpu_plan::refusal::Refusal;
 
 use super::arguments;
 use super::open::OpenedCheckpoint;
-use super::plan::RestorePlan;
+use super::plan::{self, RestorePlan};
 use crate::error::Error;
 use crate::images;
 use crate::images::store;
@@ -152,7 +152,8 @@ impl RestorePreparation {
         );
         let mut found: Vec<Refusal> = found.into_iter().map(decoder::refusal).collect();
         let mut access = VolumeAccess::of(request);
-        access.ask_paths(&encoded.reached);
+        access.ask_paths(&encoded.reached, &plan::devices(request, &self.chosen));
+        access.ask_handles(&encoded.reached.handles, mounts);
         found.extend(access.refusals());
         match found.is_empty() {
             true => Ok(()),

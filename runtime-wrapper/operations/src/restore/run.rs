@@ -105,11 +105,7 @@ fn actions<'a>(
         actions.push(Action::at(RESTORED, |question| {
             let pids = mount_flags::processes(host, question.init);
             let mut access = VolumeAccess::of(request);
-            access.ask_opened(
-                question.init,
-                &pids,
-                Some(&devices(request, &prepared.chosen)),
-            );
+            access.ask_opened(question.init, &pids, &devices(request, &prepared.chosen));
             match access.refusals() {
                 refused if refused.is_empty() => Ok(()),
                 refused => Err(PlanError::RestoreRefused(refused).into()),

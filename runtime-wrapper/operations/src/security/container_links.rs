@@ -14,12 +14,13 @@ use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 
+use super::image_check::opened::MadePath;
 use super::privileges::top;
 
-/// Returns what is wrong. `made`: the paths of files that CRIU makes.
+/// Returns what is wrong. `made`: the files that CRIU makes.
 pub fn links(
     all: &[CriuMount],
-    made: &[String],
+    made: &[MadePath],
     spec: &Spec,
     destinations: &Destinations,
     bundle: &Path,
@@ -39,10 +40,23 @@ pub fn links(
             }
             told.extend(bound_from(mount, all).and_then(|(from, path)| link(&place, from, &path)));
         }
-        for path in made {
-            let above = Path::new(path).parent().unwrap_or(Path::new("/"));
-            let above = above.to_string_lossy();
-            told.extend(top(namespace, &above).and_then(|m| link(&place, m, &above)));
+        for made in made {
+            let has = |id| namespace.iter().any(|m| u64::from(m.id) == id);
+            if made.mount.is_some_and(|id| !has(id)) {
+                continue; // another namespace's
+            }
+            let path = Path::new("/").join(&made.path);
+            let above = path.parent().unwrap_or(Path::new("/")).to_string_lossy();
+            let Some(shown) = top(namespace, &above) else {
+                continue;
+            };
+            told.extend(link(&place, shown, &above));
+            if made.mount.is_some_and(|id| u64::from(shown.id) != id) {
+                told.push(format!(
+                    "{} is made in another mount than the one that its path shows",
+                    path.display()
+                ));
+            }
         }
     }
     told

@@ -57,7 +57,7 @@ fn answer(sizes: &Value, network: &Value) -> Result<DecodedImages, PrivilegesErr
     let values = json!({
         "refusals": [], "warnings": [], "left_open": [], "mounts": {"Ok": []}, "network": {"Ok": network}, "links": {"Ok": []},
         "is_compressed": false,
-        "checked": {"sizes": sizes, "as_they_are": ["pages-1.img"], "reached": {"opened": [], "made": [], "watched": [], "bound": []}}
+        "checked": {"sizes": sizes, "as_they_are": ["pages-1.img"], "reached": {"opened": [], "made": [], "in_flight": [], "watched": [], "handles": [], "bound": []}}
     });
     let values = values.to_string();
     let mut answer = values.len().to_le_bytes().to_vec();

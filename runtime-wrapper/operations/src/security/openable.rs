@@ -9,6 +9,7 @@ use cryopod_host::processes::id_map::IdMap;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
+use rustix::fs::fstat;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::thread::{
     CapabilitySet, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
@@ -149,7 +150,9 @@ impl SpecUser {
 
     fn opens(&self, file: &VolumeFile) -> bool {
         let all = self.opens_all || file.mode == libc::R_OK && self.reads_all;
-        if all && self.is_of_namespace(&file.file) {
+        // The owner may give itself the right.
+        let owner = fstat(&file.file).map(|stat| stat.st_uid);
+        if owner == Ok(self.uid) || all && self.is_of_namespace(&file.file) {
             return true;
         }
         let access = |mode: i32| {
@@ -220,6 +223,7 @@ mod tests {
             (&plain, 0o640, (0, 8), read, true),
             (&plain, 0o640, (0, 9), read, false),
             (&plain, 0o600, (1000, 0), write, true),
+            (&plain, 0o400, (1000, 0), write, true), // which may change the mode
             (&plain, 0o600, (0, 0), libc::O_PATH, true),
             (&root, 0o600, (1000, 0), read, false),
             (&root, 0o600, (0, 0), write, true),

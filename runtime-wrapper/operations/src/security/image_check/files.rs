@@ -6,7 +6,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use cryopod_archive::criu::message::Message;
 
-use super::opened::{self, OUTSIDE};
+use super::opened::{self, LostFile, OUTSIDE};
 use super::{CheckedImages, Subject};
 use crate::security::ceiling::CredentialsCeiling;
 
@@ -36,11 +36,11 @@ pub fn check(
         let owner = file.all_messages().find_map(|m| m.message("fown"));
         let what = wrong_file(file, ceiling)
             .or_else(|| rights.wrong(file))
-            .or_else(|| wrong_owner(owner?, ceiling))
-            .or_else(|| wrong_watch(images, file));
+            .or_else(|| wrong_owner(owner?, ceiling));
         told.extend(what.map(|what| format!("{NAME}: {what}")));
     }
     told.extend(removed(images));
+    told.extend(no_text(images));
     for (name, messages) in &images.with_data {
         if !name.starts_with("ghost-file-") {
             continue;
@@ -108,7 +108,12 @@ fn roots(images: &CheckedImages) -> impl Iterator<Item = String> {
 
 /// Returns the files that CRIU would remove at the end, and has not made.
 fn removed(images: &CheckedImages) -> Vec<String> {
-    let links: BTreeSet<u64> = opened::links(images).into_values().flatten().collect();
+    let links = opened::lost(images).into_values();
+    let links = links.filter_map(|lost| match lost {
+        LostFile::Link(link) => Some(link),
+        _ => None,
+    });
+    let links: BTreeSet<u64> = links.collect();
     let files = images
         .messages(NAME)
         .iter()
@@ -125,6 +130,49 @@ fn removed(images: &CheckedImages) -> Vec<String> {
         .collect()
 }
 
+/// Returns names that are compared with paths, and are other bytes than what is compared.
+fn no_text(images: &CheckedImages) -> Vec<String> {
+    let lost = opened::lost(images);
+    let is_lost = |file: &Message| {
+        let links = lost.values().filter_map(|lost| match lost {
+            LostFile::Link(link) => Some(*link),
+            _ => None,
+        });
+        let id = file.number("id").unwrap_or(0);
+        lost.contains_key(&id) || links.into_iter().any(|link| link == id)
+    };
+    let mut told = Vec::new();
+    for file in images.messages(NAME) {
+        let names = [
+            file.message("reg")
+                .filter(|f| is_lost(f))
+                .and_then(|f| f.bytes("name")),
+            file.message("usk")
+                .and_then(|s| s.bytes("name"))
+                .filter(|n| n.first() != Some(&0)),
+            file.message("usk").and_then(|s| s.bytes("name_dir")),
+        ];
+        let watches = file
+            .message("ify")
+            .into_iter()
+            .flat_map(|group| group.messages("wd"));
+        let watched = watches.filter_map(|watch| watch.message("f_handle")?.bytes("path"));
+        let mut names = names.into_iter().flatten().chain(watched);
+        if names.any(|name| std::str::from_utf8(name).is_err()) {
+            told.push(format!(
+                "{NAME}: a path that is no UTF-8, of a file that CRIU makes, removes or watches"
+            ));
+        }
+        let name = file.message("reg").and_then(|f| f.bytes("name"));
+        if name.is_some_and(|name| name.len() >= libc::PATH_MAX.unsigned_abs() as usize) {
+            told.push(format!(
+                "{NAME}: a path that is longer than the kernel takes"
+            ));
+        }
+    }
+    told
+}
+
 /// The kernel takes the owner's rights where it sends signals about a file.
 fn wrong_owner(owner: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
     let number = |field| owner.u32(field).unwrap_or(0);
@@ -136,27 +184,6 @@ fn wrong_owner(owner: &Message, ceiling: &CredentialsCeiling) -> Option<String> 
     Some(format!(
         "signals about a file are sent with the rights of user {other}, and the spec says {spec}"
     ))
-}
-
-/// CRIU opens a handle as root, anywhere on the mount's file system.
-fn wrong_watch(images: &CheckedImages, file: &Message) -> Option<String> {
-    let is_deleted = |watch: &Message| {
-        let of = (watch.number("s_dev"), watch.number("i_ino"));
-        let all = images.with_data.iter();
-        let mut ghosts = all.filter(|(name, _)| name.starts_with("ghost-file-"));
-        ghosts.any(|(_, m)| {
-            m.first()
-                .is_some_and(|g| (g.number("dev"), g.number("ino")) == of)
-        })
-    };
-    let has_path = |watch: &Message| {
-        let path = watch.message("f_handle").and_then(|h| h.text("path"));
-        path.is_some_and(|path| path.starts_with('/') && !path.split('/').any(|n| n == ".."))
-    };
-    let mut watches = file.message("ify")?.messages("wd");
-    watches
-        .any(|watch| !has_path(watch) && !is_deleted(watch))
-        .then(|| "a watched file that has no path in the container".into())
 }
 
 /// What a process needs for a socket besides the socket.
@@ -263,7 +290,11 @@ fn wrong_deleted(
             format!("a deleted device node {major}:{minor}, which the spec does not give")
         });
     }
-    if permissions & 0o6000 != 0 && kind == libc::S_IFREG && !ceiling.has("SETUID") {
+    // CRIU would make the next deleted file through it.
+    if kind == libc::S_IFLNK {
+        return Some("a deleted link".into());
+    }
+    if permissions & 0o6000 != 0 && kind != libc::S_IFDIR && !ceiling.has("SETUID") {
         return Some("a deleted program that gives others its user or group".into());
     }
     None

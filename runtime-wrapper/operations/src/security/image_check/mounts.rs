@@ -4,8 +4,9 @@
 //! through a symbolic link of the container's, could end anywhere. Paths with `..` are refused by [`check`], before
 //! anything is touched; links by [`crate::security::container_links`].
 
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::message::Message;
@@ -21,8 +22,6 @@ use crate::security::privileges::{PrivilegesError, top};
 pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
 const OF_CRIU: &str = "CRIU:";
-/// The most bytes of an archive of a tmpfs that are searched for a link.
-const MAX_SEARCHED: u64 = 4 << 30;
 
 pub fn check(
     images: &CheckedImages,
@@ -54,8 +53,17 @@ pub fn check(
         asked.extend(paths_of_mount(&mounts, mount));
     }
     let reached = opened::reached(images);
-    let made = reached.made.iter().map(|path| Path::new("/").join(path));
-    for path in made.chain(reached.bound) {
+    let made = reached
+        .made
+        .iter()
+        .map(|made| Path::new("/").join(&made.path));
+    // Whoever may write everywhere may be led anywhere.
+    let bound = reached
+        .bound
+        .into_iter()
+        .filter(|_| !ceiling.has("DAC_OVERRIDE"));
+    let in_flight = reached.in_flight.into_iter().map(|file| file.path);
+    for path in made.chain(bound).chain(in_flight) {
         asked.extend(path.parent().and_then(|above| {
             let mount = top(&mounts, &above.to_string_lossy()).filter(|m| is_tmpfs(m))?;
             Some((
@@ -64,10 +72,12 @@ pub fn check(
             ))
         }));
     }
-    asked.sort_unstable();
-    asked.dedup();
-    for (device, path) in asked {
-        told.extend(archived_link(images, device, &path, directory)?);
+    let mut by_device: BTreeMap<u32, Vec<PathBuf>> = BTreeMap::new();
+    for (device, path) in asked.into_iter().filter(|(_, p)| !p.as_os_str().is_empty()) {
+        by_device.entry(device).or_default().push(path);
+    }
+    for (device, paths) in by_device {
+        told.extend(archived_link(images, device, &paths, directory)?);
     }
     Ok(told)
 }
@@ -82,7 +92,8 @@ fn wrong(
     let text = |name: &str| mount.text(name).unwrap_or_default();
     let at = text("mountpoint");
     let path = at.strip_prefix('.').unwrap_or(&at);
-    if !is_clean(path) {
+    let is_text = |field| std::str::from_utf8(mount.bytes(field).unwrap_or_default()).is_ok();
+    if !is_clean(path) || !is_text("mountpoint") || !is_text("root") {
         return Some("has no plain path".into());
     }
     let root = text("root");
@@ -207,23 +218,20 @@ fn paths_of_mount(all: &[CriuMount], mount: &CriuMount) -> Vec<(u32, PathBuf)> {
     paths
 }
 
-/// Returns what is wrong if this path of an archived tmpfs leads through a symbolic link.
+/// Returns what is wrong if one of these paths of an archived tmpfs leads through a symbolic link.
 fn archived_link(
     images: &CheckedImages,
     device: u32,
-    path: &Path,
+    paths: &[PathBuf],
     directory: &Path,
 ) -> Result<Option<String>, PrivilegesError> {
-    if path.as_os_str().is_empty() {
-        return Ok(None);
-    }
     for name in [
         format!("tmpfs-dev-{device}.tar.gz.img"),
         format!("tmpfs-{device}.tar.gz.img"),
     ] {
         let file = directory.join(&name);
         if images.shows(&name)
-            && leads_through_link(&file, path)
+            && let Some(path) = through_link(&file, paths)
                 .map_err(|source| PrivilegesError::Read { path: file, source })?
         {
             return Ok(Some(format!(
@@ -239,21 +247,21 @@ fn is_tmpfs(mount: &CriuMount) -> bool {
     !mount.external && matches!(fs_type(mount.fs_type), Some("tmpfs" | "devtmpfs"))
 }
 
-/// Returns true if a part of the path is a link in the archive.
-fn leads_through_link(archive: &Path, path: &Path) -> io::Result<bool> {
+/// Returns a path of which a part is a link in the archive.
+fn through_link<'a>(archive: &Path, paths: &'a [PathBuf]) -> io::Result<Option<&'a PathBuf>> {
     let file = File::open(archive)?;
-    let mut archive = tar::Archive::new(GzDecoder::new(file).take(MAX_SEARCHED));
+    let mut archive = tar::Archive::new(GzDecoder::new(file));
     for entry in archive.entries()? {
         let entry = entry?;
         let is_link =
             entry.header().entry_type().is_symlink() || entry.header().entry_type().is_hard_link();
         let name = entry.path()?;
         let name = name.strip_prefix(".").unwrap_or(&name);
-        if is_link && path.starts_with(name) {
-            return Ok(true);
+        if is_link && let Some(path) = paths.iter().find(|p| p.starts_with(name)) {
+            return Ok(Some(path));
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -274,9 +282,10 @@ mod tests {
         header.set_entry_type(tar::EntryType::Directory);
         tar.append_data(&mut header, "./shm", io::empty()).unwrap();
         tar.into_inner().unwrap().finish().unwrap();
-        assert!(leads_through_link(&path, Path::new("pts")).unwrap());
-        assert!(leads_through_link(&path, Path::new("pts/x")).unwrap());
-        assert!(!leads_through_link(&path, Path::new("shm")).unwrap());
-        assert!(!leads_through_link(&path, Path::new("ptsx")).unwrap());
+        let leads = |to: &str| through_link(&path, &[to.into()]).unwrap().is_some();
+        assert!(leads("pts"));
+        assert!(leads("pts/x"));
+        assert!(!leads("shm"));
+        assert!(!leads("ptsx"));
     }
 }
