@@ -23,8 +23,8 @@ const TICK: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_secs(3600);
 
 static STARTED: AtomicBool = AtomicBool::new(false);
-/// Descriptors that a forked child must not keep: our end, the agent's, the memfd, and the copy that is kept.
-static DESCRIPTORS: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
+/// Descriptors that a forked child must not keep: our end, the agent's, the card, the copy that stays, and the memory that is kept.
+static DESCRIPTORS: [AtomicI32; 5] = [const { AtomicI32::new(-1) }; 5];
 
 /// Starts the thread, once. A process in which that fails works, and its memory is the driver's affair.
 pub fn start() {
@@ -209,7 +209,7 @@ impl Control<'_> {
                 self.export(false)
             }
             (Request::Release, State::Stopped(_)) => {
-                self.kept = fd;
+                self.set_kept(fd);
                 self.state = State::Away;
                 memory::release_all().map_err(cuda)
             }
@@ -232,7 +232,7 @@ impl Control<'_> {
                 false => Err(Reason::Order),
             },
             (Request::Keep, State::Away) => {
-                self.kept = fd;
+                self.set_kept(fd);
                 self.kept.is_some().then_some(()).ok_or(Reason::Order)
             }
             (Request::Kept, State::Away) => {
@@ -242,7 +242,7 @@ impl Control<'_> {
             }
             (Request::Fill, State::Away) => {
                 if fd.is_some() {
-                    self.kept = fd;
+                    self.set_kept(fd);
                 }
                 let filled = self.fill();
                 state::give_up();
@@ -253,7 +253,7 @@ impl Control<'_> {
                 self.stays.then_some(()).ok_or(Reason::Order)
             }
             (Request::Forget, State::Away) => {
-                self.kept = None;
+                self.set_kept(None);
                 Ok(())
             }
             (Request::Forget, State::Open) => {
@@ -274,12 +274,19 @@ impl Control<'_> {
     fn go_on(&mut self) {
         self.state = State::Open;
         self.placed = false;
+        DESCRIPTORS[4].store(-1, SeqCst);
         let kept = self.kept.take();
         if std::mem::take(&mut self.stays) {
             self.set_spare(kept);
         }
         self.untaken.clear();
         gate::open();
+    }
+
+    fn set_kept(&mut self, kept: Option<OwnedFd>) {
+        let fd = kept.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        DESCRIPTORS[4].store(fd, SeqCst);
+        self.kept = kept;
     }
 
     /// Notes the copy where the agent looks for it, and lets go of the one before.

@@ -9,6 +9,7 @@ use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::limited::wait_until;
+use cryopod_host::processes::stat::Stat;
 use serde_json::Value;
 
 use crate::engines::engine::EngineCall;
@@ -50,8 +51,9 @@ impl Container {
         let mut all = live::tree(host, self.init);
         let of = |pid: i32| host.text(format!("/proc/{pid}/cgroup")).ok();
         let own = of(self.init).unwrap_or_default();
-        // Only a cgroup of its own, never the root cgroup.
-        let told = own.lines().any(|line| !line.ends_with(":/"));
+        // Only a cgroup of its own: never the root cgroup, nor that of whoever has started it.
+        let parent = Stat::read(host, self.init).and_then(|stat| of(stat.parent));
+        let told = own.lines().any(|line| !line.ends_with(":/")) && parent.is_none_or(|p| p != own);
         if told && of(1).is_none_or(|root| root != own) {
             let pids = host.names("/proc");
             let pids = pids.iter().filter_map(|n| n.parse::<i32>().ok());

@@ -268,7 +268,7 @@ impl Move {
             bail!("{}: {}", self.host, lacks.trim().replace('\n', "; "));
         }
         self.send_image(needs)?;
-        // From here on a container of this name there is ours. A second migration cannot make the directory.
+        // A second migration cannot make the directory. Until `made` is there, a container of this name is not ours.
         let make = format!("mkdir -m 700 {0} && : > {0}/ours", self.there());
         self.far("a directory", &make, ASK).run().map(drop)
     }
@@ -298,8 +298,17 @@ impl Move {
         File::create(&starting)
             .and_then(|file| file.sync_all())
             .with_context(|| starting.display().to_string())?;
+        let is_free = match self.engine {
+            // Docker has made it.
+            Engine::Docker => String::new(),
+            // The one of this name may be younger than our question.
+            _ => format!(
+                "if {} > /dev/null 2>&1; then echo a container of this name is there >&2; exit 1; fi\n: > {there}/made\n",
+                self.known()
+            ),
+        };
         let start = format!(
-            "[ -e {there}/ours ] && : > {there}/started && {}",
+            "[ -e {there}/ours ] || exit\n{is_free}: > {there}/started && {}",
             self.start()
         );
         let script = format!("flock -o {there}/lock sh -c {}", quoted(&start));
@@ -318,12 +327,13 @@ impl Move {
         let script = format!(
             "case $({}) in true|RUNNING) runs=1;; esac\n\
              if [ -e {there}/started ] && [ \"$runs\" ]; then echo there; exit; fi\n\
-             if [ -e {there}/ours ]; then {}; fi > /dev/null 2>&1\n\
+             if [ -e {there}/made ]; then {}; else {}; fi > /dev/null 2>&1\n\
              if [ -e {there}/started ]; then left=$({}) || exit; fi\n\
              if echo \"$left\" | grep -qxF {}; then echo it cannot be removed; exit; fi\n\
              rm -rf {there}; echo gone",
             self.running(),
             self.undo(),
+            self.tidy(),
             self.list(),
             self.name
         );

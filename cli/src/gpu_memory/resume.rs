@@ -42,7 +42,7 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let (container, record) = find(&host, &args.container)?;
+    let (container, record, _lock) = find(&host, &args.container)?;
     container.is_unpaused(&host, &args.container)?;
     if let Some(record) = &record {
         whole(record)?;

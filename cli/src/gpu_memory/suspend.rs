@@ -20,7 +20,7 @@ use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 use cryopod_operations::config::Config;
 use cryopod_operations::criu::plugins;
-use cryopod_operations::pause::suspended::{self, SuspendedRecord};
+use cryopod_operations::pause::suspended::{self, SuspendLock, SuspendedRecord};
 use cryopod_operations::run::log;
 use cryopod_operations::run::operation::Operation;
 use cryopod_operations::vram::agent::{RunningAgent, SOCKET};
@@ -69,12 +69,13 @@ pub struct RunningContainer {
     container: Container,
     pids: Vec<i32>,
     policy: Policy,
+    _lock: SuspendLock,
 }
 
 impl RunningContainer {
     /// Finds it, and checks that the driver can bring back what it has.
     pub fn find(host: &Host, config: &Config, name: &str) -> anyhow::Result<Self> {
-        let (container, record) = find(host, name)?;
+        let (container, record, lock) = find(host, name)?;
         if let Some(record) = record {
             bail!(
                 "{name}: it is suspended already, since {}; its GPU memory is {}; `cryopod resume {name}` brings it back",
@@ -90,6 +91,7 @@ impl RunningContainer {
             container,
             pids,
             policy,
+            _lock: lock,
         })
     }
 
@@ -169,12 +171,16 @@ impl RunningContainer {
     }
 }
 
-/// Finds the container of this name, and its record if it is suspended.
-pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<SuspendedRecord>)> {
+/// Finds the container of this name, and its record if it is suspended. Nobody else suspends or resumes it meanwhile.
+pub fn find(
+    host: &Host,
+    name: &str,
+) -> anyhow::Result<(Container, Option<SuspendedRecord>, SuspendLock)> {
     let container = Container::find(host, name)?;
+    let lock = SuspendLock::take(host, container.init).with_context(|| name.to_owned())?;
     suspended::sweep(host);
     let record = SuspendedRecord::of(host, container.init);
-    Ok((container, record))
+    Ok((container, record, lock))
 }
 
 /// Formats the steps and their times.

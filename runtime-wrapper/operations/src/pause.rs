@@ -28,7 +28,7 @@ use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use self::suspended::SuspendedRecord;
+use self::suspended::{SuspendLock, SuspendedRecord};
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::argv::Invocation;
@@ -88,6 +88,8 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     suspended::sweep(&host);
+    let _lock = SuspendLock::take(&host, state.init)
+        .map_err(|e| Error::Failed(format!("pause of {} failed: {e}", inv.id)))?;
     if SuspendedRecord::of(&host, state.init).is_some() {
         // `cryopod suspend` has locked it already.
         return Err(passthrough::exec(&ctx.low, &ctx.args));

@@ -380,7 +380,8 @@ impl Move {
                 why.unwrap_or("no answer")
             );
         }
-        Ok(())
+        let made = format!(": > {}/made", self.there());
+        self.far("docker create", &made, ASK).run().map(drop)
     }
 
     /// Returns the command by which a user resumes the container.

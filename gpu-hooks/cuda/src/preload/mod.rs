@@ -123,6 +123,7 @@ impl Library {
                 (Answer::Failed(reason), _) => {
                     let kind = match reason {
                         Reason::Busy => io::ErrorKind::ResourceBusy,
+                        Reason::Order => io::ErrorKind::InvalidInput,
                         Reason::Cuda(OUT_OF_MEMORY) => io::ErrorKind::OutOfMemory,
                         _ => io::ErrorKind::Other,
                     };
@@ -149,9 +150,20 @@ impl Library {
         card(pid).is_some()
     }
 
-    /// Whether the library in a process keeps a file with its GPU memory, or has it elsewhere: its calls wait.
-    pub fn waits(pid: i32) -> bool {
-        Self::of(pid).is_some_and(|library| library.ask(Request::State, None, STATE_LIMIT).is_ok())
+    /// Whether the library in a process keeps a file with its GPU memory, or has it elsewhere: its calls wait. `false`:
+    /// there is no library, or it says that they do not.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn waits(pid: i32) -> io::Result<bool> {
+        let Some(library) = Self::of(pid) else {
+            return Ok(false);
+        };
+        match library.ask(Request::State, None, STATE_LIMIT) {
+            Ok(_) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(false),
+            Err(e) => Err(e),
+        }
     }
 
     /// The library's thread in a process, as this program's `/proc` numbers it.

@@ -23,7 +23,7 @@ use crate::released::Released;
 use crate::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -276,10 +276,7 @@ pub fn resume(
     gpu_map: &[GpuPair],
     how: &How,
 ) -> Result<Done, SuspendError> {
-    let alive = |p: &&Suspended| {
-        procfs::stat(p.pid).is_some_and(|s| !s.exiting && s.start_time == p.start_time)
-    };
-    let alive: Vec<Suspended> = processes.iter().filter(alive).cloned().collect();
+    let alive: Vec<Suspended> = processes.iter().filter(is_alive).cloned().collect();
     let pids: Vec<i32> = alive.iter().map(|p| p.pid).collect();
     let threads = find(client, &pids)?;
     let states: HashMap<i32, ProcessState> = states(client, &threads)?.into_iter().collect();
@@ -287,15 +284,33 @@ pub fn resume(
         let is = |(pid, _): &&(i32, i32)| states.get(pid) == Some(&state);
         threads.iter().filter(is).copied().collect()
     };
+    settled(&alive, &threads, &states)?;
     let restore = are(ProcessState::Checkpointed);
     let mut unlock = are(ProcessState::Locked);
     // A resume may have failed after the driver's part.
     let with_library: Vec<i32> = (alive.iter().filter(|p| p.has_preload()))
         .map(|p| p.pid)
         .collect();
-    let preloaded = |pid: &i32| with_library.contains(pid);
+    // Nobody may have noted what it had.
+    let mut waiting = BTreeSet::new();
+    for process in &alive {
+        let runs = states.get(&process.pid) == Some(&ProcessState::Running);
+        if !runs && !process.buffers.is_empty() {
+            continue;
+        }
+        let asked = match Library::waits(process.pid) {
+            Err(error) if runs && is_alive(&process) => {
+                return Err(step("asking the preload library", process.pid, error));
+            }
+            asked => asked.unwrap_or(false),
+        };
+        if asked {
+            waiting.insert(process.pid);
+        }
+    }
+    let preloaded = |pid: &i32| with_library.contains(pid) || waiting.contains(pid);
     let mut wait = are(ProcessState::Running);
-    wait.retain(|(pid, _)| preloaded(pid) && Library::waits(*pid));
+    wait.retain(|(pid, _)| waiting.contains(pid));
     // As after a checkpoint whose agent has died.
     let communicators = || Group::of(&pids).is_ok_and(|group| group.is_down());
     if restore.is_empty() && unlock.is_empty() && wait.is_empty() && !communicators() {
@@ -382,6 +397,41 @@ pub fn resume(
     let lost = preload::nccl_up(client, &done.processes);
     call(client, Op::Keep)?;
     lost.map(|()| done)
+}
+
+fn is_alive(process: &&Suspended) -> bool {
+    let stat = procfs::stat(process.pid);
+    stat.is_some_and(|s| !s.exiting && s.start_time == process.start_time)
+}
+
+/// Fails if a process's memory is somewhere, and the driver does not say where the process stands: whoever took it for one
+/// that runs would remove the only copy.
+fn settled(
+    alive: &[Suspended],
+    threads: &Threads,
+    states: &HashMap<i32, ProcessState>,
+) -> Result<(), SuspendError> {
+    for process in alive {
+        let pid = process.pid;
+        let is_found = threads.iter().any(|(found, _)| *found == pid);
+        if !is_found && !process.buffers.is_empty() && is_alive(&process) {
+            return Err(step("finding the driver's thread", pid, "there is none"));
+        }
+        let state = states.get(&pid).copied();
+        if let Some(
+            state @ (ProcessState::Restoring | ProcessState::Failed | ProcessState::Unknown),
+        ) = state
+            && is_alive(&process)
+        {
+            return Err(SuspendError::State {
+                pid,
+                comm: procfs::comm(pid),
+                state,
+                remedy: "resume it later again",
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Unmaps the memory from the processes that stay suspended, for it is in the files. From the others the driver has

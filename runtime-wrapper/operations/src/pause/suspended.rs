@@ -1,7 +1,7 @@
 //! Reads and writes the record of a suspended container, `/run/cryopod/suspended/PID-STARTTIME.json`: its processes,
 //! and where their GPU memory is. A reboot removes it together with the processes.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
 
@@ -9,6 +9,8 @@ use cryopod_cuda::suspend::Suspended;
 use cryopod_cuda::write_json;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::run::operation;
@@ -34,6 +36,30 @@ pub struct SuspendedRecord {
     /// Only their CUDA calls are locked, since the container was paused for a checkpoint.
     #[serde(default)]
     pub locked_at_pause: bool,
+}
+
+/// The lock of whoever suspends or resumes a container's GPU memory: of the directory of its init process in `/proc`.
+#[derive(Debug)]
+pub struct SuspendLock {
+    _lock: Flock<File>,
+}
+
+impl SuspendLock {
+    /// Takes it. Records are read, written and removed under it.
+    ///
+    /// # Errors
+    /// Another one works at the container, or it has ended.
+    pub fn take(host: &Host, init: i32) -> io::Result<Self> {
+        let process = File::open(host.path(format!("/proc/{init}")))?;
+        match Flock::lock(process, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => Ok(Self { _lock: lock }),
+            Err((_, Errno::EWOULDBLOCK)) => {
+                let what = "a suspend or resume of it is under way; try again when that has ended";
+                Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
+            }
+            Err((_, e)) => Err(e.into()),
+        }
+    }
 }
 
 impl SuspendedRecord {

@@ -119,6 +119,8 @@ fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
         .flatten()
         .take(MAX_SIBLINGS)
         .filter(|entry| entry.path() != images)
+        // What a place has set aside as damaged, or is not complete.
+        .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
         .filter_map(|entry| {
             let metadata = entry.path().join(names::METADATA);
             let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;

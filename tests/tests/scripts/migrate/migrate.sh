@@ -110,6 +110,20 @@ fresh
 goes 'with the image there'
 fresh
 
+# The name is taken in the middle: who has it stays.
+case $engine in
+    ctr) taken="ctr containers create $image job true" ;;
+    *) taken="$engine create --name job \$($engine images -q | head -n 1) true" ;;
+esac
+fault 'cat >' "real \"\$@\" && real root@$far '$taken' > /dev/null"
+if migrates; then check 'the name is taken meanwhile: fails' false; fi
+check 'the name is taken meanwhile: the message' says /tmp/said '^Error: job runs here'
+check 'the name is taken meanwhile: by what was there' known_at there
+check 'the name is taken meanwhile: it goes on here' goes_on job
+check 'the name is taken meanwhile: each number once' follows
+check 'the name is taken meanwhile: nothing is left' wait_for leaves_nothing
+fresh
+
 # ---- what breaks: it runs here ----
 instead() { # ON COMMAND: of the low-level runtime's checkpoint or restore
     local program && program=$(command -v "$low")
