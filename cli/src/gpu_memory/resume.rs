@@ -61,6 +61,11 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         bail!("{}: it is not suspended by cryopod", args.container);
     }
     let other = args.instead_of.as_deref();
+    if let Some(name) = other
+        && Container::find(&host, name)?.init == container.init
+    {
+        bail!("{name}: it is suspended already, and cannot give way to itself");
+    }
     let other = other.map(|name| RunningContainer::find(&host, &config, name));
     let other = other.transpose()?;
     let work = SuspendWork::begin(&config, &host)?;
