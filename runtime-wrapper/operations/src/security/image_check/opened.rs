@@ -32,7 +32,7 @@ pub struct OpenedFile {
     pub position: u64,
     /// As of `open`.
     pub flags: i32,
-    /// Mapped, run, or a process's directory.
+    /// Mapped or run.
     pub is_mapped: bool,
     /// Mapped, and written through the mapping.
     pub is_written: bool,
@@ -171,10 +171,6 @@ fn opened(
     names: &BTreeMap<u64, String>,
 ) -> impl Iterator<Item = OpenedFile> {
     let (mut mapped, mut written) = (BTreeSet::new(), BTreeSet::new());
-    for process in images.numbered("fs-").flat_map(|(_, m)| m) {
-        mapped.extend(process.number("cwd_id"));
-        mapped.extend(process.number("root_id"));
-    }
     for memory in images.numbered("mm-").flat_map(|(_, m)| m) {
         mapped.extend(memory.number("exe_file_id"));
         for area in memory.messages("vmas") {
