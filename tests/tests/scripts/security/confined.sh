@@ -24,9 +24,10 @@ refused() { # CALL: by the kernel, EPERM or EACCES
 saying() { "$@" > /tmp/said 2>&1; }
 probed() { # NAME PROGRAM COMMAND...
     local name=$1 program=$2 tracer && shift 2
-    rm -f /tmp/probed
+    rm -f /tmp/probed /tmp/probed.waits
     python3 "$probe" "$program" /tmp/probed &
     tracer=$!
+    wait_for test -e /tmp/probed.waits
     check "$name: ends well" saying "$@"
     check "$name: decodes in a confined process" wait "$tracer"
     for call in execve open socket ptrace; do check "$name: $call is refused" refused "$call"; done

@@ -1,5 +1,6 @@
-"""probe.py PROGRAM OUT: waits for a confined process of this program, makes system calls in it as a decoder would
-that a stranger has taken over, and writes a line NAME ERROR for each; 0 is success. x86-64."""
+"""probe.py PROGRAM OUT: waits for a new confined process of this program, makes system calls in it as a decoder would
+that a stranger has taken over, and writes a line NAME ERROR for each; 0 is success. OUT.waits is there once it
+waits: a decoder lives for a few tenths of a second. x86-64."""
 import ctypes, os, re, sys, time
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -24,9 +25,9 @@ def status(pid):
         return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
 
 
-def confined(name):
-    """A confined process whose command line starts with this name."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+def confined(name, old):
+    """A confined process, none of the old ones, whose command line has this name."""
+    for pid in filter(str.isdigit, set(os.listdir("/proc")) - old):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = file.read().decode(errors="replace").split("\0")
@@ -49,9 +50,10 @@ def call(pid, saved, place, number, *args):
     return regs.rip, ctypes.c_longlong(regs.rax).value
 
 
-pid, end = None, time.time() + 120
+pid, end, old = None, time.time() + 120, set(os.listdir("/proc"))
+open(sys.argv[2] + ".waits", "w").close()
 while not pid and time.time() < end:
-    pid = confined(sys.argv[1])
+    pid = confined(sys.argv[1], old)
 if not pid:
     sys.exit("no confined process")
 trace(ATTACH, pid)
