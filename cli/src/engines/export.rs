@@ -7,7 +7,7 @@ mod podman;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -105,7 +105,7 @@ fn export_to_stdout(args: &Args, name: &str, steps: &mut Steps) -> anyhow::Resul
         true => Destination::Archive(file.clone()),
         false => Destination::Tar(file.clone(), Compression::Zstd),
     };
-    take(args, &to, &args.how.silent(), steps)?;
+    take(args, &to, temp.path(), &args.how.silent(), steps)?;
     let sent = streams::send(&file);
     steps.done("send");
     keep_on_error(sent, temp, name, "cat PATH | ...")
@@ -117,7 +117,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
         let layout = temp.path().join("image");
         let to = Destination::Layout(layout.clone());
-        take(args, &to, &args.how.to_be(image), steps)?;
+        take(args, &to, temp.path(), &args.how.to_be(image), steps)?;
         let registry = args.registry.with(args.how.quiet());
         let pushed = Source::open(&layout)
             .map_err(anyhow::Error::from)
@@ -130,12 +130,15 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
             &format!("cryopod push oci:PATH {image}"),
         );
     }
-    take(args, &Destination::parse(&args.output), &args.how, steps)
+    let to = Destination::parse(&args.output);
+    take(args, &to, to.path(), &args.how, steps)
 }
 
+/// `place`: the engine's checkpoint goes beside it, and may stay there after an error.
 fn take(
     args: &Args,
     to: &Destination,
+    place: &Path,
     how: &PackMethod,
     steps: &mut Steps,
 ) -> anyhow::Result<ExitCode> {
@@ -151,7 +154,7 @@ fn take(
         true => Holds::Copy,
         false => Holds::Checkpoint,
     };
-    let temp = LockedTempDir::beside(to.path(), holds)?;
+    let temp = LockedTempDir::beside(place, holds)?;
     let image = args
         .with_image
         .then(|| image::save(args, engine, temp.path()));

@@ -120,4 +120,21 @@ for tag in 1 2; do
     check "it is whole: $tag" cryopod pull -q "127.0.0.1:5000/packed/plain:$tag" -o "oci:/tmp/plain$tag" --tls-verify=false
     check "and verified: $tag" cryopod verify -q "oci:/tmp/plain$tag"
 done
+
+# A docker that has ended the container and made what cannot be packed: nobody else has it.
+mkdir /tmp/engine
+cat > /tmp/engine/docker << 'S'
+#!/bin/sh
+case "$1 $2" in
+    'container inspect') echo '[{"Id": "a1"}]' ;;
+    'checkpoint create') mkdir "$4/checkpoint" && echo last > "$4/checkpoint/pages-1.img" ;;
+esac
+S
+chmod +x /tmp/engine/docker
+for to in docker://127.0.0.1:5000/team/last:1 -; do
+    if PATH=/tmp/engine:$PATH cryopod export a1 -e docker -o "$to" --tls-verify=false > /tmp/out 2> /tmp/said; then echo 'packed' && exit 1; fi
+    kept=$(sed -n 's/.*is kept in \([^;]*\);.*/\1/p' /tmp/said)
+    check "export to $to: what docker has made is where the error says" grep -q last "$kept/pages-1.img"
+    rm -r "${kept%/*}"
+done
 check 'no temporary files are left' sh -c '! ls -A /var/tmp /tmp | grep -F .cryopod-temp-'
