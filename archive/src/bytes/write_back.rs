@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 
+use nix::errno::Errno;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 const WINDOW: u64 = 8 << 20;
@@ -49,23 +50,32 @@ impl WriteBack {
     }
 
     /// Has the kernel write the window. Waits for an earlier one, of which nothing stays in memory then.
-    fn next_window(&mut self) {
-        self.sync(self.window, START);
+    fn next_window(&mut self) -> io::Result<()> {
+        let _ = self.sync(self.window, START);
         if !self.is_read_soon && self.window >= self.first + AT_ONCE * WINDOW {
             let before = self.window - AT_ONCE * WINDOW;
-            self.sync(before, END);
+            waited(self.sync(before, END))?;
             let (from, len) = (before as i64, WINDOW as i64);
             let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
             let _ = posix_fadvise(&self.file, from, len, advice);
         }
         self.window += WINDOW;
+        Ok(())
     }
 
-    /// After an error the final sync does all of it, and tells.
-    fn sync(&self, from: u64, how: libc::c_uint) {
+    fn sync(&self, from: u64, how: libc::c_uint) -> Result<(), Errno> {
         let (fd, from, len) = (self.file.as_raw_fd(), from as i64, WINDOW as i64);
         // SAFETY: a plain system call on an open file.
-        unsafe { libc::sync_file_range(fd, from, len, how) };
+        Errno::result(unsafe { libc::sync_file_range(fd, from, len, how) }).map(drop)
+    }
+}
+
+/// Waiting takes an error of the disk from the file, so the final sync returns it no more. Where there is no waiting,
+/// the final sync does all of it.
+fn waited(done: Result<(), Errno>) -> io::Result<()> {
+    match done {
+        Err(Errno::ENOSYS | Errno::EINVAL | Errno::ESPIPE) => Ok(()),
+        other => Ok(other?),
     }
 }
 
@@ -74,7 +84,7 @@ impl Write for WriteBack {
         let n = self.file.write(data)?;
         self.at += n as u64;
         while self.at - self.window >= WINDOW {
-            self.next_window();
+            self.next_window()?;
         }
         Ok(n)
     }
@@ -94,6 +104,14 @@ mod tests {
         let mut all = block.repeat(len / block.len() + 1);
         all.truncate(len);
         all
+    }
+
+    #[test]
+    fn an_error_that_waiting_takes_is_the_writers() {
+        let code = |e| waited(Err(e)).err().and_then(|e| e.raw_os_error());
+        assert_eq!(code(Errno::EIO), Some(libc::EIO));
+        assert_eq!(code(Errno::ENOSPC), Some(libc::ENOSPC));
+        assert_eq!(code(Errno::ENOSYS), None);
     }
 
     /// Once on the file system of the tests, once in memory.
