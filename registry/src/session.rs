@@ -12,6 +12,7 @@ use reqwest::header::{
     ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION, RANGE,
     WWW_AUTHENTICATE,
 };
+use reqwest::redirect::Policy;
 use reqwest::{Body, Client, Method, Response, StatusCode, Url};
 use serde::Deserialize;
 
@@ -35,6 +36,9 @@ pub(crate) enum TokenAccess {
 #[derive(Debug)]
 pub(crate) struct RegistrySession {
     http: Client,
+    /// For blobs that are sent: reqwest's read timeout runs from the request on, while the body is sent too. For tokens:
+    /// a redirect would take the login to another host.
+    direct: Client,
     image: Reference,
     transport: Transport,
     registry: Url,
@@ -73,13 +77,14 @@ impl RegistrySession {
         };
         // An error means that another provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let http = Client::builder()
-            .danger_accept_invalid_certs(transport == Transport::UnverifiedTls)
-            .read_timeout(options.stall_limit)
-            .connect_timeout(options.step_limit)
-            .user_agent(concat!("cryopod/", env!("CARGO_PKG_VERSION")))
-            .build()
-            .map_err(|e| wrong(causes(&e)))?;
+        let client = || {
+            Client::builder()
+                .danger_accept_invalid_certs(transport == Transport::UnverifiedTls)
+                .connect_timeout(options.step_limit)
+                .user_agent(concat!("cryopod/", env!("CARGO_PKG_VERSION")))
+        };
+        let http = client().read_timeout(options.stall_limit).build();
+        let direct = client().redirect(Policy::none()).build();
         let scheme = match transport {
             Transport::Tls | Transport::UnverifiedTls => "https",
             Transport::Plain => "http",
@@ -91,7 +96,8 @@ impl RegistrySession {
             TokenAccess::Push => "pull,push",
         };
         Ok(Self {
-            http,
+            http: http.map_err(|e| wrong(causes(&e)))?,
+            direct: direct.map_err(|e| wrong(causes(&e)))?,
             image: image.clone(),
             transport,
             registry,
@@ -181,7 +187,7 @@ impl RegistrySession {
         blob: Body,
     ) -> Result<(), Error> {
         let own = place.origin() == self.registry.origin();
-        let mut request = self.http.put(place).body(blob);
+        let mut request = self.direct.put(place).body(blob);
         request = request
             .header(CONTENT_LENGTH, size)
             .header(CONTENT_TYPE, "application/octet-stream");
@@ -332,11 +338,11 @@ impl RegistrySession {
         let mut request = match identity {
             // OAuth 2: a form, so that the token is in no log of addresses.
             Some(_) => self
-                .http
+                .direct
                 .post(realm.clone())
                 .header(CONTENT_TYPE, "application/x-www-form-urlencoded")
                 .body(url.query().unwrap_or_default().to_owned()),
-            None => self.http.get(url),
+            None => self.direct.get(url),
         };
         if identity.is_none()
             && let Some(basic) = self.basic(&realm)?
@@ -539,6 +545,70 @@ mod tests {
         let (port, thread) = registry(vec![basic]);
         let error = get_as(login(), port, 100).unwrap_err().to_string();
         assert!(error.contains("identity token"), "{error}");
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_redirect_takes_no_login_elsewhere() {
+        let login = Login {
+            user: "me".into(),
+            password: "secret".into(),
+            identity_token: true,
+        };
+        let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap();
+        elsewhere.set_nonblocking(true).unwrap();
+        let head = format!(
+            "307 Temporary Redirect\r\nLocation: http://{}/",
+            elsewhere.local_addr().unwrap()
+        );
+        let (port, thread) = registry(vec![asks_for_a_token(REALM), answer(&head, "")]);
+        let said = get_as(Some(login), port, 100).unwrap_err().to_string();
+        assert!(said.contains("307"), "{said}");
+        thread.join().unwrap();
+        assert!(elsewhere.accept().is_err());
+    }
+
+    #[test]
+    fn a_blob_may_be_sent_for_longer_than_a_pause_may_last() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let thread = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut seen = Vec::new();
+            while !seen.ends_with(b"12345") {
+                let mut piece = [0; 4096];
+                let n = stream.read(&mut piece).unwrap();
+                if n == 0 {
+                    return;
+                }
+                seen.extend_from_slice(&piece[..n]);
+            }
+            stream
+                .write_all(answer("201 Created", "").as_bytes())
+                .unwrap();
+        });
+        let options = RegistryOptions {
+            stall_limit: Duration::from_millis(300),
+            ..RegistryOptions::default()
+        };
+        let image = format!("{address}/a:1").parse().unwrap();
+        let sent = crate::transfer::run(
+            async {
+                let (transport, access) = (Transport::Plain, TokenAccess::Push);
+                let session = RegistrySession::new(&image, transport, access, None, &options)?;
+                let pieces = futures_util::stream::iter(["1", "2", "3", "4", "5"]).then(
+                    |piece| async move {
+                        tokio::time::sleep(Duration::from_millis(150)).await;
+                        Ok::<_, std::io::Error>(piece)
+                    },
+                );
+                let place = Url::parse(&format!("http://{address}/upload")).unwrap();
+                let body = Body::wrap_stream(pieces);
+                session.send_blob("x", place, 5, body).await
+            },
+            "test",
+        );
+        sent.unwrap();
         thread.join().unwrap();
     }
 
