@@ -35,7 +35,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // The driver and the host's files are out of the decoder's reach.
     let here = args.map.as_ref().map(|_| page::gpus::here());
     let identities = identities()?;
-    let text = Decoding::of(place.path()).run(|| {
+    let text = Decoding::of(place.path())?.run(|| {
         let report = report::of(&place.open(&identities)?)?;
         if args.html.is_some() {
             let places = match (&args.map, &here) {

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_archive::Identities;
 use cryopod_archive::format::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
 use cryopod_archive::vram::parent::WantedParent;
-use cryopod_archive::{Error, Identities};
 use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
 use cryopod_operations::config::{Config, TimeLimits};
 
@@ -27,28 +27,29 @@ pub fn unpack(
     source: &Source,
     to: &Path,
     options: &UnpackOptions,
-) -> Result<Unpacked, Error> {
-    let limit = limit(source.path());
+) -> anyhow::Result<Unpacked> {
+    let limit = limit(&Config::load()?.limits, source.stored_bytes()?);
     // Before there is a thread that shows the progress.
     let unpacking = unpack::start(source, to, options)?;
-    ui::with_progress("unpack", quiet, &options.progress, || {
+    let done = ui::with_progress("unpack", quiet, &options.progress, || {
         unpacking.finish(limit)
-    })
+    });
+    Ok(done?)
 }
 
 /// What a decoder may read.
 pub struct Decoding {
     pub read: Vec<PathBuf>,
-    limit: Duration,
+    limits: TimeLimits,
 }
 
 impl Decoding {
     /// Of one archive.
-    pub fn of(archive: &Path) -> Self {
-        Self {
+    pub fn of(archive: &Path) -> anyhow::Result<Self> {
+        Ok(Self {
             read: vec![sandbox::real(archive)],
-            limit: limit(archive),
-        }
+            limits: Config::load()?.limits,
+        })
     }
 
     /// Adds the checkpoints upon which one builds. Tables say where they are, so a place counts only if there is a table
@@ -64,7 +65,7 @@ impl Decoding {
             self.read.push(parent.clone());
             let decoding = Self {
                 read: vec![parent.clone()],
-                limit: self.limit,
+                limits: self.limits.clone(),
             };
             let said = decoding.run(|| {
                 let table = std::fs::read(parent.join(names::VRAM_INDEX))?;
@@ -97,10 +98,15 @@ impl Decoding {
             read: self.read.clone(),
             write: Vec::new(),
         };
+        let sizes = self
+            .read
+            .iter()
+            .map(|path| bytes_below(&sandbox::real(path)));
+        let bytes = sizes.fold(0, u64::saturating_add);
         let worker = sandbox.start(|| work().map_err(|e| one_line(&e)))?;
         Ok(ConfinedRun {
             worker,
-            limit: self.limit,
+            limit: limit(&self.limits, bytes),
         })
     }
 }
@@ -116,14 +122,38 @@ impl ConfinedRun {
     }
 }
 
-/// How long decoding may take, as a restore with the default limits.
-fn limit(archive: &Path) -> Duration {
-    let files = std::fs::read_dir(archive).into_iter().flatten().flatten();
-    let sizes = files.filter_map(|f| f.metadata().ok()).map(|m| m.len());
-    let size = match archive.is_dir() {
-        true => sizes.fold(0, u64::saturating_add),
-        false => archive.metadata().map_or(0, |m| m.len()),
-    };
+/// How long decoding of so many bytes may take: as long as a restore.
+fn limit(limits: &TimeLimits, bytes: u64) -> Duration {
     // Zstd packs zeros to a thousandth.
-    TimeLimits::default().restore(size.saturating_mul(16))
+    limits.restore(bytes.saturating_mul(16))
+}
+
+/// The bytes of a file, or of all files below a directory; follows no links.
+fn bytes_below(path: &Path) -> u64 {
+    let Ok(about) = path.symlink_metadata() else {
+        return 0;
+    };
+    if !about.is_dir() {
+        return about.len();
+    }
+    let inner = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let sizes = inner.map(|item| bytes_below(&item.path()));
+    sizes.fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_that_lies_deeper_counts_for_the_time_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let blobs = dir.path().join("blobs/sha256");
+        std::fs::create_dir_all(&blobs).unwrap();
+        for place in [dir.path(), &blobs] {
+            std::fs::write(place.join("data"), [0; 1000]).unwrap();
+        }
+        std::os::unix::fs::symlink("/usr", blobs.join("link")).unwrap();
+        assert_eq!(bytes_below(dir.path()), 2000 + "/usr".len() as u64);
+    }
 }

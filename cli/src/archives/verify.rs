@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         ..VerifyOptions::default()
     };
     let identities = identities()?;
-    let mut decoding = Decoding::of(place.path());
+    let mut decoding = Decoding::of(place.path())?;
     decoding.read.extend(args.parents.iter().cloned());
     decoding.read.extend(stores.iter().cloned());
     // Where it builds upon others, they are read, too.

@@ -221,7 +221,7 @@ fn open(ask: &ArchiveQuestion<'_>) -> anyhow::Result<Checkpoint> {
             || file_sizes::is_wanted(name)
     };
     let identities = identities()?;
-    let decoded = Decoding::of(ask.path).run(|| {
+    let decoded = Decoding::of(ask.path)?.run(|| {
         let volumes = RefCell::new(BTreeSet::new());
         let has_image = Cell::new(false);
         let wanted = |name: &str| {
