@@ -373,7 +373,8 @@ impl Vram {
 
     /// Reads every chunk and checks its digest, without keeping it.
     pub fn verify(&self, threads: usize, cancel: &AtomicBool) -> Result<(), VramError> {
-        let all: Vec<usize> = (0..self.lengths.len()).collect();
+        let own = |n: &usize| self.index.chunks[*n].kind != ChunkKind::Same;
+        let all: Vec<usize> = (0..self.lengths.len()).filter(own).collect();
         self.verify_chunks(&all, threads, cancel)
     }
 
@@ -396,7 +397,7 @@ impl Vram {
                 else {
                     return Err(VramError::Invalid(format!("there is no chunk {number}")));
                 };
-                if !matches!(chunk.kind, ChunkKind::Zero | ChunkKind::Same) {
+                if chunk.kind != ChunkKind::Zero {
                     self.chunk(*number, &mut piece[..*length as usize], true, scratch)?;
                 }
             }

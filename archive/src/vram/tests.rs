@@ -246,6 +246,27 @@ fn a_chain_of_parents() {
     assert!(Vram::open(&dirs[1], None).is_err());
 }
 
+/// A child may build upon the second of two equal chunks of its parent.
+#[test]
+fn a_chunk_that_repeats_another_is_verified_like_it() {
+    let dir = TempDir::new().unwrap();
+    let once = noise(MIN_CHUNK as usize, 9);
+    save(
+        dir.path(),
+        &[("a", &[&once[..], &once].concat())],
+        Codec::Auto,
+    );
+    let kinds = |vram: &Vram| [vram.index.chunks[0].kind, vram.index.chunks[1].kind];
+    let vram = open(dir.path());
+    assert_eq!(kinds(&vram), [ChunkKind::Raw, ChunkKind::Same]);
+    vram.verify_chunks(&[1], 1, &NEVER).unwrap();
+    let shard = dir.path().join(names::vram_shard(0));
+    let mut bytes = std::fs::read(&shard).unwrap();
+    bytes[100] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    assert!(open(dir.path()).verify_chunks(&[1], 1, &NEVER).is_err());
+}
+
 #[test]
 fn what_fails_leaves_nothing() {
     let dir = TempDir::new().unwrap();
