@@ -1,7 +1,7 @@
 //! What a setup changed, in `/var/lib/cryopod/setup/ENGINE`: `record.json`, and the files as they were before.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, bail};
 use cryopod_host::files::{Host, if_there};
@@ -80,8 +80,13 @@ impl SetupRecord {
                 ..
             } = change
             {
-                let name = path.file_name().unwrap_or_default();
-                change::write(&host.path(directory.join(name)), text).with_context(failed)?;
+                // By the whole path: two files of one name are two.
+                let names = path
+                    .components()
+                    .filter(|part| matches!(part, Component::Normal(_)));
+                let copy = host.path(directory.join(names.collect::<PathBuf>()));
+                std::fs::create_dir_all(copy.parent().unwrap_or(&copy)).with_context(failed)?;
+                change::write(&copy, text).with_context(failed)?;
             }
         }
         let text = serde_json::to_string_pretty(&record)?;
@@ -244,6 +249,8 @@ fn missing(host: &Host, path: &Path) -> Vec<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use cryopod_test_files::TestFiles;
+
     use super::*;
 
     fn file(before: Option<&str>, after: &str) -> Change {
@@ -290,7 +297,7 @@ mod tests {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, "a\n").unwrap();
         SetupRecord::make(&host, "e", &[file(Some("a\n"), "a\nours\n")], None).unwrap();
-        let backup = dir.path().join("var/lib/cryopod/setup/e/e.conf");
+        let backup = dir.path().join("var/lib/cryopod/setup/e/etc/engine/e.conf");
         assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
         std::fs::write(&path, "a\nours\nb\n").unwrap();
         assert_eq!(undone(&host), [file(Some("a\nours\nb\n"), "a\nb\n")]);
@@ -322,6 +329,23 @@ mod tests {
             std::fs::read_dir(path.parent().unwrap()).unwrap().count(),
             1
         );
+    }
+
+    #[test]
+    fn two_files_of_one_name_have_two_backups() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let change = |path: &str| {
+            dir.put(&path[1..], path);
+            Change::of(path.into(), Some(path.into()), "ours".into()).unwrap()
+        };
+        let changes = ["/etc/a/c.toml", "/etc/b/c.toml"].map(change);
+        SetupRecord::make(&host, "e", &changes, None).unwrap();
+        for change in &changes {
+            let backup = format!("{DIRECTORY}/e{}", change.path().display());
+            let backup = std::fs::read_to_string(host.path(backup)).unwrap();
+            assert_eq!(Path::new(&backup), change.path());
+        }
     }
 
     #[test]

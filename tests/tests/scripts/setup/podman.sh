@@ -16,7 +16,7 @@ check 'nothing was changed' cmp $conf /tmp/before
 
 cryopod setup podman --yes > /tmp/said
 check 'tested' says /tmp/said '^Tested: a container without a GPU was checkpointed and restored'
-check 'a backup' cmp /var/lib/cryopod/setup/podman/containers.conf /tmp/before
+check 'a backup' cmp /var/lib/cryopod/setup/podman$conf /tmp/before
 check 'the user'\''s lines stay' test -z "$(diff /tmp/before $conf | grep '^<')"
 check 'podman knows the runtime' test "$(podman --runtime cryopod-runtime info --format '{{.Host.OCIRuntime.Path}}')" = /usr/local/bin/cryopod-runtime
 if proposes; then exit 1; fi
