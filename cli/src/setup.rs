@@ -134,15 +134,15 @@ impl WantedSetup<'_> {
             (Target::Kubernetes, Some(runtime)) => runtime.changes(self),
             (Target::Containerd | Target::Kubernetes, _) => containerd::changes(self),
         }?;
-        all.extend(self.own_configuration(target)?);
+        all.extend(self.own_configuration()?);
         Ok(all)
     }
 
     /// The change of cryopod's own configuration. A file that somebody else made gets no settings.
-    fn own_configuration(&self, target: Target) -> anyhow::Result<Option<Change>> {
+    fn own_configuration(&self) -> anyhow::Result<Option<Change>> {
         let path = Path::new(low_level::FILE);
         let before = change::read(self.host, path)?;
-        let record = SetupRecord::read(self.host, target.key())?;
+        let record = SetupRecord::read(self.host, record::SHARED)?;
         let text = match (&before, self.settings) {
             (None, Some(settings)) => settings,
             (Some(text), Some(settings)) if record.made_file(path, text) => settings,
@@ -298,7 +298,11 @@ fn set_up(
         if !agreed(args)? {
             return Ok(ExitCode::FAILURE);
         }
-        let backup = SetupRecord::make(host, target.key(), &changes, files)?;
+        let (shared, own): (Vec<_>, Vec<_>) = changes.iter().cloned().partition(low_level::is_own);
+        if !shared.is_empty() {
+            SetupRecord::make(host, record::SHARED, &shared, None)?;
+        }
+        let backup = SetupRecord::make(host, target.key(), &own, files)?;
         println!("{name} is set up. Backup: {}", backup.display());
     }
     if target != Target::Podman && !args.dry_run {
@@ -315,7 +319,6 @@ fn set_up(
     let read = match wanted.node {
         Some(runtime) => {
             let mut written = SetupRecord::read(host, target.key())?.paths();
-            written.retain(|path| path != Path::new(low_level::FILE));
             if runtime == NodeRuntime::Containerd {
                 written.push(containerd::file(wanted));
             }
@@ -368,18 +371,30 @@ fn undo(
 ) -> anyhow::Result<ExitCode> {
     let target = args.engine;
     let name = node.map_or(target.key(), NodeRuntime::name);
-    let record = SetupRecord::read(host, target.key())?;
-    let changes = record.undone(host, |path, text, before| {
-        without(target, path, text, before)
-    })?;
-    if record.is_empty() {
+    let mut records = vec![SetupRecord::read(host, target.key())?];
+    let shared = SetupRecord::read(host, record::SHARED)?;
+    let others = SetupRecord::others(host, target.key());
+    if others.is_empty() {
+        records.push(shared);
+    } else if !shared.is_empty() {
+        println!("{} stays: {} needs it.", low_level::FILE, others.join(", "));
+    }
+    let mut changes = Vec::new();
+    for record in &records {
+        changes.extend(record.undone(host, |path, text, before| {
+            without(target, path, text, before)
+        })?);
+    }
+    if records.iter().all(SetupRecord::is_empty) {
         println!("{name}: there is nothing to undo.");
         if !args.dry_run {
-            record.remove(host)?;
+            for record in &records {
+                record.remove(host)?;
+            }
         }
         return Ok(ExitCode::SUCCESS);
     }
-    if record.has_own_files() && !args.dry_run {
+    if records.iter().any(SetupRecord::has_own_files) && !args.dry_run {
         trial::remove_leftovers(tools).context("what a killed test left")?;
         own_files::unused(host)?;
     }
@@ -393,12 +408,14 @@ fn undo(
     for change in &changes {
         change.make(host)?;
     }
-    if target != Target::Podman {
+    if target != Target::Podman && others.iter().all(|name| name == Target::Podman.key()) {
         // With checkpoints in it, it stays.
         let _ = std::fs::remove_dir(host.path(DEFAULT));
     }
     started_again(args, node, tools)?;
-    record.remove(host)?;
+    for record in &records {
+        record.remove(host)?;
+    }
     println!("{name} is as it was.");
     Ok(ExitCode::SUCCESS)
 }
@@ -464,4 +481,81 @@ fn agreed(args: &Args) -> anyhow::Result<bool> {
         println!("Nothing was changed.");
     }
     Ok(yes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use cryopod_host::programs::{Output, ToolError};
+
+    use super::*;
+    use cryopod_test_files::TestFiles;
+
+    /// runc, and a crun without CRIU.
+    struct Debian12;
+
+    impl Tools for Debian12 {
+        fn find(&self, name: &str) -> Option<PathBuf> {
+            let path = Path::new("/usr/bin").join(name);
+            ["crun", "runc"].contains(&name).then_some(path)
+        }
+        fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+            Ok(Output::default())
+        }
+    }
+
+    fn args(engine: Target, undo: bool) -> Args {
+        Args {
+            engine,
+            undo,
+            dry_run: false,
+            yes: true,
+            default: false,
+            config: None,
+            restart: false,
+            no_test: true,
+            node_root: None,
+            settings: None,
+        }
+    }
+
+    fn done(host: &Host, engine: Target) {
+        let wanted = WantedSetup {
+            host,
+            tools: &Debian12,
+            config: None,
+            default: false,
+            settings: None,
+            runtime: "/usr/bin/cryopod-runtime".into(),
+            shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
+            node: None,
+        };
+        set_up(&args(engine, false), &wanted, None).unwrap();
+    }
+
+    fn undone(host: &Host, engine: Target) -> anyhow::Result<ExitCode> {
+        undo(&args(engine, true), None, host, &Debian12)
+    }
+
+    #[test]
+    fn the_last_engines_undoing_takes_what_all_share() {
+        use Target::{Docker, Podman};
+        for (first, last) in [(Podman, Docker), (Docker, Podman)] {
+            let dir = tempfile::tempdir().unwrap();
+            let host = Host::at(dir.path());
+            dir.dir("var/lib");
+            let config = || change::read(&host, Path::new(low_level::FILE)).unwrap();
+            done(&host, Podman);
+            done(&host, Docker);
+            undone(&host, first).unwrap();
+            assert!(config().unwrap().contains("runc"), "{last:?} needs it");
+            let store = host.path(DEFAULT).exists();
+            assert_eq!(store, last == Docker, "{last:?}");
+            undone(&host, last).unwrap();
+            assert_eq!(config(), None);
+            assert!(!host.path("/etc/cryopod").exists());
+            assert!(!host.path("/var/lib/cryopod").exists());
+        }
+    }
 }

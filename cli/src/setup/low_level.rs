@@ -2,6 +2,7 @@
 //! such as Debian 12's.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -9,6 +10,7 @@ use cryopod_host::programs::Tools;
 use toml_edit::{DocumentMut, Item};
 
 use super::WantedSetup;
+use super::change::Change;
 use super::toml_file::{put_back, set, table};
 
 pub const FILE: &str = "/etc/cryopod/config.toml";
@@ -33,6 +35,11 @@ pub fn wanted_text(wanted: &WantedSetup<'_>, text: &str) -> anyhow::Result<Strin
         Some(path) => with(text, path).context(FILE),
         None => Ok(text.to_owned()),
     }
+}
+
+/// Returns true if this changes cryopod's own configuration.
+pub fn is_own(change: &Change) -> bool {
+    change.path() == Path::new(FILE)
 }
 
 fn crun_without_criu(tools: &dyn Tools) -> bool {

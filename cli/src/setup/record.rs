@@ -12,6 +12,8 @@ use super::own_files::{self, OwnFiles};
 
 const DIRECTORY: &str = "/var/lib/cryopod/setup";
 const NAME: &str = "record.json";
+/// The record of cryopod's own configuration, which the setups of all engines share: the undoing of the last one undoes it.
+pub const SHARED: &str = "cryopod";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct SetupRecord {
@@ -39,6 +41,13 @@ impl SetupRecord {
         };
         record.engine = engine.to_owned();
         Ok(record)
+    }
+
+    /// The other engines that are set up.
+    pub fn others(host: &Host, engine: &str) -> Vec<String> {
+        let mut all = host.names(DIRECTORY);
+        all.retain(|name| name != engine && name != SHARED);
+        all
     }
 
     /// Returns true if this file is as the last setup left it, and was not there before the first.

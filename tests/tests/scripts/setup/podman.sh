@@ -59,3 +59,14 @@ check 'a file of its own' test "$(podman --runtime cryopod-runtime info --format
 check 'and no other' test ! -e $conf
 cryopod setup podman --undo --yes > /dev/null
 check 'no directory is left' test ! -e $conf.d
+
+# A crun without CRIU: runc is named as long as an engine's setup needs it.
+config=/etc/cryopod/config.toml
+cp /tmp/before $conf && rm $config
+printf '#!/bin/sh\nif [ "$*" = --version ]; then echo crun; else exec /usr/bin/crun "$@"; fi\n' > /usr/local/bin/crun
+chmod +x /usr/local/bin/crun
+for engine in docker podman; do cryopod setup $engine --yes --no-test > /dev/null; done
+cryopod setup docker --undo --yes > /tmp/said
+check 'podman needs it: says so' says /tmp/said "^$config stays: podman needs it.$"
+cryopod setup podman --undo --yes > /dev/null
+check 'the last undo takes it' test ! -e $config
