@@ -295,6 +295,7 @@ fn set_up(
         if args.dry_run {
             return Ok(ExitCode::SUCCESS);
         }
+        low_level::ensure_kept(host, tools, &changes)?;
         if !agreed(args)? {
             return Ok(ExitCode::FAILURE);
         }
@@ -402,6 +403,7 @@ fn undo(
     if args.dry_run {
         return Ok(ExitCode::SUCCESS);
     }
+    low_level::ensure_kept(host, tools, &changes)?;
     if !agreed(args)? {
         return Ok(ExitCode::FAILURE);
     }
@@ -493,7 +495,7 @@ mod tests {
     use cryopod_test_files::TestFiles;
 
     /// runc, and a crun without CRIU.
-    struct Debian12;
+    pub struct Debian12;
 
     impl Tools for Debian12 {
         fn find(&self, name: &str) -> Option<PathBuf> {
@@ -557,5 +559,21 @@ mod tests {
             assert!(!host.path("/etc/cryopod").exists());
             assert!(!host.path("/var/lib/cryopod").exists());
         }
+    }
+
+    #[test]
+    fn what_containers_need_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let monitor = "conmon\0-r\0/usr/bin/cryopod-runtime\0";
+        done(&host, Target::Podman);
+        dir.put("proc/3/cmdline", monitor);
+        let refusal = undone(&host, Target::Podman).unwrap_err().to_string();
+        assert!(refusal.contains("process 3 is of one"), "{refusal}");
+        let config = change::read(&host, Path::new(low_level::FILE)).unwrap();
+        assert!(config.is_some() && host.path("/etc/containers").exists());
+        std::fs::remove_dir_all(dir.path().join("proc/3")).unwrap();
+        undone(&host, Target::Podman).unwrap();
+        assert!(!host.path("/etc/cryopod").exists());
     }
 }

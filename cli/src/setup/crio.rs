@@ -14,6 +14,8 @@ const DIRECTORY: &str = "/etc/crio/crio.conf.d";
 pub const SOCKET: &str = "/run/crio/crio.sock";
 /// Files of the directory are merged in the order of their names.
 pub const FILE: &str = "/etc/crio/crio.conf.d/90-cryopod.conf";
+/// Where the runtime keeps the state of CRI-O's containers.
+pub const STATE: &str = "/run/cryopod-runtime";
 const NAME: &str = "cryopod";
 const HEAD: &str = "# Made by `cryopod setup kubernetes`; `--undo` removes it.\n";
 const MONITOR: [&str; 3] = ["monitor_path", "monitor_cgroup", "monitor_env"];
@@ -56,7 +58,7 @@ fn text(wanted: &WantedSetup<'_>, theirs: &[DocumentMut]) -> anyhow::Result<Stri
         value(wanted.runtime.to_string_lossy().as_ref()),
     );
     ours.insert("runtime_type", value("oci"));
-    ours.insert("runtime_root", value("/run/cryopod-runtime"));
+    ours.insert("runtime_root", value(STATE));
     for key in MONITOR {
         let of = |r: &Item| {
             let runtimes = r.get("runtimes")?;

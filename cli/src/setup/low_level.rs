@@ -5,13 +5,15 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
+use cryopod_host::files::Host;
 use cryopod_host::programs::Tools;
+use cryopod_operations::request::lowlevel::{ENV, LowLevel};
 use toml_edit::{DocumentMut, Item};
 
-use super::WantedSetup;
 use super::change::Change;
 use super::toml_file::{put_back, set, table};
+use super::{WantedSetup, crio, own_files};
 
 pub const FILE: &str = "/etc/cryopod/config.toml";
 const TABLE: &str = "runtime";
@@ -34,6 +36,44 @@ pub fn wanted_text(wanted: &WantedSetup<'_>, text: &str) -> anyhow::Result<Strin
     match own.iter().find(|path| wanted.tools.find(path).is_some()) {
         Some(path) => with(text, path).context(FILE),
         None => Ok(text.to_owned()),
+    }
+}
+
+/// Fails if a change of the configuration would ask another low-level runtime for a container than the one that has its
+/// state.
+pub fn ensure_kept(host: &Host, tools: &dyn Tools, changes: &[Change]) -> anyhow::Result<()> {
+    let own = changes.iter().find(|change| is_own(change));
+    let Some(Change::File { before, after, .. }) = own else {
+        return Ok(());
+    };
+    let named = |text: &Option<String>| {
+        let doc: DocumentMut = text.as_deref()?.parse().ok()?;
+        Some(doc.get(TABLE)?.get(KEY)?.as_str()?.to_owned())
+    };
+    let (before, after) = (named(before), named(after));
+    let moved = |env: Option<&str>| {
+        let find = |config: &Option<String>| {
+            LowLevel::search(config.as_deref(), env, tools).map(|low| low.path)
+        };
+        find(&before).ok() != find(&after).ok()
+    };
+    let running = own_files::user(host, |pid, _| {
+        // The shim names a runtime to the processes of its containers.
+        let all = host
+            .text(format!("/proc/{pid}/environ"))
+            .unwrap_or_default();
+        let mut all = all.split('\0');
+        moved(all.find_map(|set| set.strip_prefix(ENV)?.strip_prefix('=')))
+    });
+    // CRI-O keeps those that have ended, without a process.
+    let mut kept = host.names(crio::STATE).into_iter();
+    let kept = kept.find(|id| !id.starts_with('.') && moved(None));
+    let one = running.map(|pid| format!("process {pid} is of one"));
+    match one.or_else(|| kept.map(|id| format!("CRI-O's {id} is one"))) {
+        Some(one) => bail!(
+            "{FILE}: there are containers of cryopod ({one}), and with this change another low-level runtime than theirs would be asked for them: remove them first"
+        ),
+        None => Ok(()),
     }
 }
 
@@ -80,7 +120,51 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
 
 #[cfg(test)]
 mod tests {
+    use cryopod_test_files::TestFiles;
+
     use super::*;
+    use crate::setup::tests::Debian12;
+
+    #[test]
+    fn containers_keep_their_runtime() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let named = |runtime: &str| (!runtime.is_empty()).then(|| with("", runtime).unwrap());
+        let refusal = |before, after| {
+            let change = Change::File {
+                path: FILE.into(),
+                before: named(before),
+                after: named(after),
+            };
+            let kept = ensure_kept(&host, &Debian12, &[change]);
+            kept.err().map(|e| e.to_string())
+        };
+        let process = |words: &str, environ: &str| {
+            dir.put("proc/3/cmdline", words);
+            dir.put("proc/3/environ", environ);
+        };
+        // A shim names runc itself, unless containerd's options say otherwise.
+        let shim = "/usr/bin/containerd-shim-cryopod-v2\0serve\0";
+        process(shim, "A=1\0CRYOPOD_LOW_LEVEL_RUNTIME=runc\0");
+        assert_eq!(refusal(RUNC, ""), None);
+        assert_eq!(refusal("", RUNC), None);
+        process(shim, "CRYOPOD_LOW_LEVEL_RUNTIME=crun\0");
+        assert!(refusal(RUNC, "").unwrap().contains("process 3"));
+        // A monitor names none, and crun is the first that is found.
+        process("conmon\0-r\0/usr/bin/cryopod-runtime\0", "A=1\0");
+        assert!(refusal(RUNC, "").is_some() && refusal("", RUNC).is_some());
+        assert_eq!(refusal("crun", ""), None);
+        process(
+            "dockerd\0--add-runtime=cryopod=/usr/bin/cryopod-runtime\0",
+            "",
+        );
+        assert_eq!(refusal(RUNC, ""), None);
+        dir.dir("run/cryopod-runtime/.empty-directory");
+        assert_eq!(refusal(RUNC, ""), None);
+        dir.dir("run/cryopod-runtime/c1");
+        assert!(refusal(RUNC, "").unwrap().contains("CRI-O's c1"));
+        assert_eq!(refusal("crun", ""), None);
+    }
 
     #[test]
     fn runc_where_nothing_is_named() {

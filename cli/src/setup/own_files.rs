@@ -109,31 +109,37 @@ pub fn remove(host: &Host) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails if containers of this node need the files: their shims and monitors have their paths.
+/// Fails if containers of this node need the files.
 pub fn unused(host: &Host) -> anyhow::Result<()> {
-    let programs = PROGRAMS[1..]
-        .iter()
-        .map(|name| format!("{DIRECTORY}/bin/{name}"));
-    let programs: Vec<_> = programs.collect();
+    match user(host, |_, program| program.starts_with(DIRECTORY)) {
+        Some(pid) => bail!(
+            "pods with the runtime class still run on this node (process {pid} is of one): delete them first"
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Finds a process of a container of cryopod that `counts`: it gets the process and the path of cryopod's program, which
+/// shims and monitors have in their command line.
+pub fn user(host: &Host, counts: impl Fn(&str, &Path) -> bool) -> Option<String> {
     let uses = |pid: &String| {
         let words = host
             .text(format!("/proc/{pid}/cmdline"))
             .unwrap_or_default();
         let exe = fs::read_link(host.path(format!("/proc/{pid}/exe"))).unwrap_or_default();
-        let named = |program: &String| {
-            words.split('\0').any(|word| word == program) || exe == Path::new(program)
+        let mut paths = words.split('\0').map(Path::new).chain([exe.as_path()]);
+        let ours = |path: &Path| {
+            let name = path.file_name().filter(|_| path.is_absolute());
+            name.is_some_and(|name| PROGRAMS[1..].iter().any(|own| name == *own))
         };
-        pid.parse::<u32>().is_ok() && programs.iter().any(named)
+        pid.parse::<u32>().is_ok() && paths.any(|path| ours(path) && counts(pid, path))
     };
     // A shim ends soon after its container.
     let end = Instant::now() + END;
     loop {
         match host.names("/proc").iter().find(|pid| uses(pid)) {
             Some(_) if Instant::now() < end => thread::sleep(PAUSE),
-            Some(pid) => bail!(
-                "pods with the runtime class still run on this node (process {pid} is of one): delete them first"
-            ),
-            None => return Ok(()),
+            found => return found.cloned(),
         }
     }
 }

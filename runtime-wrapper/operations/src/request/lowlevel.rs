@@ -49,7 +49,8 @@ impl LowLevel {
         )
     }
 
-    fn search(
+    /// Finds it where these two name it: [`Self::find`] for another configuration or another process's environment.
+    pub fn search(
         config: Option<&str>,
         env: Option<&str>,
         tools: &dyn Tools,

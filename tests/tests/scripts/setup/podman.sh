@@ -60,7 +60,7 @@ check 'and no other' test ! -e $conf
 cryopod setup podman --undo --yes > /dev/null
 check 'no directory is left' test ! -e $conf.d
 
-# A crun without CRIU: runc is named as long as an engine's setup needs it.
+# A crun without CRIU: runc is named as long as an engine's setup or a container needs it.
 config=/etc/cryopod/config.toml
 cp /tmp/before $conf && rm $config
 printf '#!/bin/sh\nif [ "$*" = --version ]; then echo crun; else exec /usr/bin/crun "$@"; fi\n' > /usr/local/bin/crun
@@ -68,5 +68,10 @@ chmod +x /usr/local/bin/crun
 for engine in docker podman; do cryopod setup $engine --yes --no-test > /dev/null; done
 cryopod setup docker --undo --yes > /tmp/said
 check 'podman needs it: says so' says /tmp/said "^$config stays: podman needs it.$"
+mkimage
+pod run --detach --name c localhost/busybox sleep 1000 > /dev/null
+if cryopod setup podman --undo --yes > /tmp/said 2>&1; then exit 1; fi
+check 'a container needs it: says so' says /tmp/said "^.*$config: there are containers of cryopod .*: remove them first"
+check 'its runtime knows it' pod rm --force --time 0 c
 cryopod setup podman --undo --yes > /dev/null
 check 'the last undo takes it' test ! -e $config
