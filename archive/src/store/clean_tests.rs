@@ -127,6 +127,31 @@ fn an_entry_lives_as_long_as_something_refers_to_it() {
 }
 
 #[test]
+fn a_place_of_the_configuration_is_searched_to_its_end() {
+    let bed = Bed::new();
+    let (images, _) = bed.checkpoint(1, Some(&bed.origin()));
+    let place = bed.temporary.join("srv");
+    let deep = place.join("cluster/ns/user/job/1");
+    fs::create_dir_all(deep.parent().unwrap()).unwrap();
+    fs::rename(&images, &deep).unwrap();
+    let link = |target: &Path, name: &str| std::os::unix::fs::symlink(target, place.join(name));
+    link(Path::new("cluster/ns/removed"), "latest").unwrap();
+    link(&bed.temporary, names::PARENT_LINK).unwrap();
+    link(Path::new("/etc/passwd"), "file").unwrap();
+    let named = [place.clone()];
+    assert_eq!(bed.clean(&named), 0);
+    fs::remove_dir_all(&deep).unwrap();
+    for target in [bed.containers.as_path(), Path::new("/nowhere")] {
+        link(target, "away").unwrap();
+        let error = clean(&bed.store, &named, Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("srv/away"), "{error}");
+        fs::remove_file(place.join("away")).unwrap();
+    }
+    link(&bed.containers, "searched").unwrap();
+    assert_eq!(bed.clean(&[place, bed.containers.clone()]), 1);
+}
+
+#[test]
 fn what_is_new_unknown_or_elsewhere_stays() {
     let bed = Bed::new();
     let gone = |origin: Option<&Origin>, n| {

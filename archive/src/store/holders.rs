@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_host::containerd::is_image_directory;
+use cryopod_host::destinations::clean;
 
 use super::list::StoreEntry;
 use super::origin::Origin;
@@ -72,13 +73,22 @@ impl Holders {
         let usual = PathBuf::from(DOCKER);
         let own: BTreeSet<_> = own.chain([&usual]).filter(|d| d.is_dir()).collect();
         let own = own.into_iter().map(|d| (d, device(d)));
+        let others_real: Vec<PathBuf> = others
+            .iter()
+            .filter_map(|d| d.canonicalize().ok())
+            .collect();
         for (directory, device) in own.chain(others.iter().map(|d| (d, None))) {
             let mut walk = HolderWalk {
                 root: directory,
                 device,
+                searched: &others_real,
                 left: MAX_DIRECTORIES,
             };
-            found.below(directory, DEPTH, &mut walk)?;
+            found.below(
+                directory,
+                device.map_or(MAX_DIRECTORIES, |_| DEPTH),
+                &mut walk,
+            )?;
         }
         Ok(found)
     }
@@ -99,8 +109,16 @@ impl Holders {
             return Ok(());
         }
         for path in listed(directory)? {
-            let inside = |m: fs::Metadata| m.is_dir() && walk.device.is_none_or(|d| d == m.dev());
-            if !path.symlink_metadata().is_ok_and(inside) {
+            let about = match path.symlink_metadata() {
+                Err(e) if gone(&e) || walk.device.is_some() => continue,
+                about => about.map_err(StoreError::io(&path, "search it"))?,
+            };
+            match walk.device {
+                None if about.is_symlink() => walk.check_link(&path)?,
+                Some(device) if device != about.dev() => continue,
+                _ => {}
+            }
+            if !about.is_dir() {
                 continue;
             }
             let left = walk.left.checked_sub(1);
@@ -152,9 +170,41 @@ impl Holders {
 
 struct HolderWalk<'a> {
     root: &'a Path,
-    /// Stay on this device.
+    /// Stay on this device, in docker's depth.
     device: Option<u64>,
+    /// All places that are searched wholly.
+    searched: &'a [PathBuf],
     left: usize,
+}
+
+impl HolderWalk<'_> {
+    /// Refuses a link to a directory, or to nothing, that is not searched by itself.
+    fn check_link(&self, path: &Path) -> Result<(), StoreError> {
+        // What a checkpoint builds upon is another checkpoint, with a place of its own.
+        if path.ends_with(names::PARENT_LINK) {
+            return Ok(());
+        }
+        let target = || -> io::Result<Option<PathBuf>> {
+            match path.canonicalize() {
+                Ok(real) => Ok(Some(real).filter(|real| real.is_dir())),
+                // Perhaps of a disk that is not mounted now.
+                Err(e) if gone(&e) => {
+                    let parent = path.parent().unwrap_or(path).canonicalize()?;
+                    Ok(Some(clean(&parent.join(fs::read_link(path)?))))
+                }
+                Err(e) => Err(e),
+            }
+        };
+        let searched = |real: &Path| self.searched.iter().any(|place| real.starts_with(place));
+        match target() {
+            Err(e) if !gone(&e) => Err(e),
+            Ok(Some(real)) if !searched(&real) => Err(io::Error::other(
+                "a link to where a checkpoint may need an entry; name that directory under store.used_in, or remove the link",
+            )),
+            _ => Ok(()),
+        }
+        .map_err(StoreError::io(path, "search it"))
+    }
 }
 
 fn device(path: &Path) -> Option<u64> {
