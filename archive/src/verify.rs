@@ -22,6 +22,7 @@ use crate::progress::Progress;
 use crate::source::walk::{Sink, walk};
 use crate::source::{Kind, Source};
 use crate::store::{self, Found, Reference, StoreError};
+use crate::vram::index::MAX_BYTES;
 use crate::vram::{self, VramError};
 
 #[derive(Debug, Clone, Default)]
@@ -58,7 +59,12 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
 /// Reads the table of GPU memory in an archive; `None` if it has none.
 pub fn table(source: &Source, limits: &Limits) -> Result<Option<Vec<u8>>, Error> {
     let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
-    let mut tables = source.small_files(&|name| name == table, limits)?;
+    let limits = Limits {
+        small_file_bytes: MAX_BYTES,
+        small_total_bytes: MAX_BYTES,
+        ..limits.clone()
+    };
+    let mut tables = source.small_files(&|name| name == table, &limits)?;
     Ok(tables.remove(&table))
 }
 
@@ -349,5 +355,25 @@ impl Sink for Verifier<'_> {
         found.files += 1;
         found.bytes += entry.size;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_test_files::TestFiles;
+
+    #[test]
+    fn a_table_has_the_limit_of_its_format() {
+        let dir = tempfile::tempdir().unwrap();
+        dir.path().put("inventory.img", "x");
+        dir.path().put(names::VRAM_INDEX, "x");
+        let file = std::fs::File::options()
+            .append(true)
+            .open(dir.path().join(names::VRAM_INDEX));
+        file.unwrap().set_len(40 << 20).unwrap();
+        let source = Source::open(dir.path()).unwrap();
+        let table = table(&source, &Limits::default()).unwrap().unwrap();
+        assert_eq!(table.len(), 40 << 20);
     }
 }

@@ -29,7 +29,7 @@ const MAX_PLACE: usize = 4096;
 /// A shard's number is 16 bits.
 pub const MAX_SHARDS: usize = 1 << 16;
 /// The largest table.
-pub(super) const MAX_BYTES: u64 =
+pub(crate) const MAX_BYTES: u64 =
     PREFIX as u64 + MAX_HEADER as u64 + MAX_CHUNKS * ROW as u64 + DIGEST as u64;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
