@@ -6,10 +6,11 @@ mod common;
 use cryopod_test_files::TestFiles;
 use std::collections::BTreeMap;
 use std::fs;
+use std::sync::Arc;
 
 use common::{checkpoint, content, listing};
 use cryopod_archive::Compression;
-use cryopod_archive::pack::{Destination, PackOptions, pack};
+use cryopod_archive::pack::{Destination, PackOptions, copy_image, pack};
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::verify::{VerifyOptions, verify};
@@ -170,6 +171,39 @@ fn an_image_says_what_it_is() {
     let packed = pack(&source, &one, &single).unwrap();
     assert_eq!(packed.layers.len(), 1);
     assert!(content(&Source::open(one.path()).unwrap()) == content(&source));
+}
+
+#[test]
+fn a_copy_is_the_same_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Source::open(&checkpoint(dir.path())).unwrap();
+    let layout = Destination::Layout(dir.path().join("layout"));
+    let packed = pack(&source, &layout, &options(0)).unwrap();
+    let copy = dir.path().join("copy.tar");
+    let written = Source::open(layout.path()).unwrap();
+    copy_image(&written, &copy, &Arc::default()).unwrap();
+    let copied = Source::open(&copy).unwrap();
+    assert_eq!(copied.kind(), Kind::OciArchive);
+    assert_eq!(
+        Some(&copied.image().unwrap().digest),
+        packed.digest.as_ref()
+    );
+    assert!(content(&copied) == content(&source));
+    assert!(copy_image(&source, &dir.path().join("no.tar"), &Arc::default()).is_err());
+}
+
+#[test]
+fn what_only_refers_to_its_large_files_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = checkpoint(dir.path());
+    let tar = Destination::Tar(dir.path().join("a.tar.zst"), Compression::Zstd);
+    let layout = |name: &str| Destination::Layout(dir.path().join(name));
+    let source = Source::open(&root).unwrap();
+    assert!(!pack(&source, &layout("whole"), &options(0)).unwrap().refers);
+    root.put("checkpoint/cryopod-store.json", "{}");
+    assert!(pack(&source, &tar, &options(0)).unwrap().refers);
+    let source = Source::open(tar.path()).unwrap();
+    assert!(pack(&source, &layout("image"), &options(0)).unwrap().refers);
 }
 
 #[test]

@@ -94,7 +94,7 @@ pub enum Error {
     #[error("{image}: not in the registry")]
     NotFound { image: String },
     #[error(
-        "{image}: {step}: {reason}; what was transferred stays, the same command goes on from there"
+        "{image}: {step}: {reason}; the same command goes on from there, but not a pull that makes a file"
     )]
     Step {
         image: String,

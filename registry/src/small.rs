@@ -23,7 +23,7 @@ pub struct SmallImage {
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Pushes an image, and replaces one of its name.
+/// Pushes an image. Those of its name stay beside it, as further layers.
 pub fn push_small(
     image: &SmallImage,
     to: &Reference,
@@ -35,14 +35,23 @@ pub fn push_small(
 async fn push(image: &SmallImage, to: &Reference, options: &RegistryOptions) -> Result<(), Error> {
     let registry = Registry::connect(to, TokenAccess::Push, options).await?;
     let mut layer = described(&image.media_type, &image.blob);
-    let rootfs = json!({"type": "layers", "diff_ids": [&layer.digest]});
-    let config = json!({"architecture": "", "os": "", "config": {}, "rootfs": rootfs}).to_string();
     layer.annotations = image.annotations.clone();
+    let mut layers = match manifest(&registry, options).await {
+        Ok((_, there)) => there.layers,
+        Err(Error::NotFound { .. }) => Vec::new(),
+        Err(e) => return Err(e),
+    };
+    if !layers.contains(&layer) {
+        layers.push(layer);
+    }
+    let ids: Vec<&Digest> = layers.iter().map(|l| &l.digest).collect();
+    let rootfs = json!({"type": "layers", "diff_ids": ids});
+    let config = json!({"architecture": "", "os": "", "config": {}, "rootfs": rootfs}).to_string();
     let manifest = Manifest {
         schema_version: 2,
         media_type: Some(media::MANIFEST.into()),
         config: described(media::CONFIG, config.as_bytes()),
-        layers: vec![layer],
+        layers,
         annotations: BTreeMap::new(),
     };
     let raw = serde_json::to_vec(&manifest).map_err(|e| registry.content(e.to_string()))?;

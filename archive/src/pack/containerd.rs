@@ -1,5 +1,8 @@
 //! Writes containerd's own checkpoint again, with its large files taken from a store.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use super::PackOptions;
 use super::image::{Store, json, put_end, put_entry};
 use super::pipeline::{Pool, StreamFormat, with_pool};
@@ -14,6 +17,7 @@ use crate::format::entry::Entry;
 use crate::format::limits::Limits;
 use crate::format::names;
 use crate::format::oci::{self, Descriptor, Index, media};
+use crate::progress::Progress;
 use crate::source::{Source, SourceInner};
 use crate::store::{Found, StoreError};
 
@@ -134,7 +138,7 @@ impl CompleteParts<'_> {
             if digest == self.criu.digest || Some(&digest) == old.as_ref() {
                 continue;
             }
-            stored_bytes += self.copy(&out, &digest)?;
+            stored_bytes += copy(self.blobs, &out, self.pool, &digest)?;
         }
         if let Some(nested) = &nested {
             out.blob(nested)?;
@@ -145,6 +149,7 @@ impl CompleteParts<'_> {
             layers: Vec::new(),
             content_bytes,
             stored_bytes: stored_bytes + index.len() as u64,
+            refers: false,
         })
     }
 
@@ -181,32 +186,50 @@ impl CompleteParts<'_> {
         Err(bad(Bad::NoImage))
     }
 
-    /// Copies a blob. Returns its size in bytes.
-    fn copy(&self, out: &Store, digest: &Digest) -> Result<u64, Error> {
-        let mut section = self.blobs.raw(digest)?;
-        let bytes = section.left();
-        let path = self.source.path();
-        let written = out.layer(self.pool, &StreamFormat::PLAIN, |input| {
-            let taken = input.take(&mut section, bytes);
-            taken.map_err(|e| Error::from_io(path, "read it", e))
-        })?;
-        match &written.blob {
-            Some(found) if found == digest => Ok(bytes),
-            found => Err(Error::bad(
-                path,
-                Bad::BlobDigest {
-                    expected: digest.to_string(),
-                    found: found.as_ref().map_or_else(String::new, Digest::to_string),
-                },
-            )),
-        }
-    }
-
     fn without_digest(&self) -> Error {
         Error::Unsupported {
             path: self.source.path().into(),
             reason: "a blob was written without its digest".into(),
         }
+    }
+}
+
+/// Writes the blobs of an image unchanged into a tar of its layout, so that its digest and its signature stay valid.
+///
+/// # Errors
+/// [`Error::Unsupported`]: it is no image. [`Error::Exists`].
+pub fn copy_image(source: &Source, to: &Path, progress: &Arc<Progress>) -> Result<(), Error> {
+    let SourceInner::Image(image) = &source.inner else {
+        return Err(source.no_image());
+    };
+    let staging = Staging::file(to, false)?;
+    let mut out = Store::tar(&staging)?;
+    let digests = image.blobs.digests()?;
+    with_pool(1, 1, progress, true, |pool| {
+        let mut blobs = digests.iter();
+        blobs.try_for_each(|digest| copy(&image.blobs, &out, pool, digest).map(drop))
+    })?;
+    out.close(&image.blobs.document(names::OCI_INDEX)?)?;
+    staging.commit()
+}
+
+/// Copies a blob. Returns its size in bytes.
+fn copy(blobs: &Blobs, out: &Store, pool: &Pool<'_>, digest: &Digest) -> Result<u64, Error> {
+    let mut section = blobs.raw(digest)?;
+    let bytes = section.left();
+    let written = out.layer(pool, &StreamFormat::PLAIN, |input| {
+        let taken = input.take(&mut section, bytes);
+        taken.map_err(|e| Error::from_io(blobs.path(), "read it", e))
+    })?;
+    match &written.blob {
+        Some(found) if found == digest => Ok(bytes),
+        found => Err(Error::bad(
+            blobs.path(),
+            Bad::BlobDigest {
+                expected: digest.to_string(),
+                found: found.as_ref().map_or_else(String::new, Digest::to_string),
+            },
+        )),
     }
 }
 

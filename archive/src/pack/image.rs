@@ -221,6 +221,7 @@ impl Store {
             layers,
             content_bytes: known.bytes,
             stored_bytes: stored,
+            refers: known.reference,
         })
     }
 }

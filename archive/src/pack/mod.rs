@@ -17,7 +17,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use self::containerd::complete;
+pub use self::containerd::{complete, copy_image};
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 use self::pipeline::{Input, Pool, StreamFormat, with_pool};
 use self::plan::{Item, KnownContent};
@@ -165,6 +165,8 @@ pub struct Packed {
     /// Bytes of all files of the checkpoint.
     pub content_bytes: u64,
     pub stored_bytes: u64,
+    /// It only refers to large files in a store.
+    pub refers: bool,
 }
 
 /// Writes a checkpoint to a destination. After an error nothing has the destination's name or, with
@@ -304,6 +306,7 @@ impl Run<'_> {
             layers: Vec::new(),
             content_bytes,
             stored_bytes,
+            refers: known.reference,
         })
     }
 

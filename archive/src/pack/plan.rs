@@ -72,6 +72,8 @@ pub(super) struct KnownContent {
     pub(super) bytes: u64,
     /// `inventory.img` was seen.
     pub(super) inventory: bool,
+    /// A reference to a store was seen.
+    pub(super) reference: bool,
 }
 
 impl KnownContent {
@@ -79,6 +81,8 @@ impl KnownContent {
         self.bytes += entry.size;
         self.inventory |=
             entry.name == format!("{}/{}", names::CHECKPOINT_DIR, names::CRIU_INVENTORY);
+        self.reference |=
+            entry.name == format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
     }
 
     pub(super) fn wants(&self, entry: &Entry) -> bool {

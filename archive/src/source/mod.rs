@@ -120,7 +120,7 @@ impl Source {
     ///
     /// # Errors
     /// As for [`Source::open`]; another image has taken its place.
-    pub(crate) fn reopen(&self, limits: &Limits) -> Result<Self, Error> {
+    pub fn reopen(&self, limits: &Limits) -> Result<Self, Error> {
         let mut again = Self::open_image(&self.path, self.asked.as_deref(), limits)?;
         if let SourceInner::Image(image) = &self.inner {
             again.unlock(&image.identities);
@@ -203,7 +203,7 @@ impl Source {
         }
     }
 
-    fn no_image(&self) -> Error {
+    pub(crate) fn no_image(&self) -> Error {
         Error::Unsupported {
             path: self.path.clone(),
             reason: format!(

@@ -113,5 +113,5 @@ fn put(whole: &Path, path: &Path) -> io::Result<()> {
 
 fn pack(args: &Args, whole: &Path, to: &Destination) -> anyhow::Result<()> {
     let whole = Source::open(whole)?;
-    args.how.write_silently("pack", &whole, to)
+    args.how.write_silently("pack", &whole, to).map(drop)
 }

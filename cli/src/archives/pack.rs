@@ -11,7 +11,6 @@ use cryopod_archive::format::limits::MAX_JSON_BYTES;
 use cryopod_archive::format::oci::media;
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
 use cryopod_archive::source::Source;
-use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, container::engine};
 
 use crate::archives::confined::identities;
@@ -154,8 +153,8 @@ impl PackMethod {
         what: &str,
         source: &Source,
         to: &Destination,
-    ) -> anyhow::Result<()> {
-        self.pack(what, source, to, completed(source)?).map(drop)
+    ) -> anyhow::Result<Packed> {
+        self.pack(what, source, to, completed(source)?)
     }
 
     fn pack(
@@ -303,13 +302,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         parse_reference(image)?;
     }
     let source = ArchivePlace::parse(&args.source).open(&identities()?)?;
-    let images = source.images_directory();
-    if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
-        eprintln!(
-            "cryopod: {} are in entry {} of a store, and the archive will only refer to them; `cryopod bundle` makes one that has them",
-            reference, reference.id
-        );
-    }
     match image {
         Some(image) => {
             let registry = args.registry.with(args.how.quiet());
@@ -318,10 +310,19 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         None => {
             let to = destination(&args.output)?;
             args.how.check(&to)?;
-            args.how.write("pack", &source, &to, completed(&source)?)?;
+            let packed = args.how.write("pack", &source, &to, completed(&source)?)?;
+            warn_of_store(&packed);
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn warn_of_store(packed: &Packed) {
+    if packed.refers {
+        eprintln!(
+            "cryopod: the large files are in a store, and what was made only refers to them; `cryopod bundle` makes an archive that has them"
+        );
+    }
 }
 
 /// Packs an image in a temporary directory and pushes it.
@@ -336,6 +337,6 @@ pub fn to_registry(
     let layout = temp.path().join("image");
     let to = Destination::Layout(layout.clone());
     how.check(&to)?;
-    how.to_be(image).write_silently("pack", source, &to)?;
+    warn_of_store(&how.to_be(image).write_silently("pack", source, &to)?);
     registry.push(&Source::open(&layout)?, image)
 }

@@ -209,7 +209,8 @@ pub fn repository_of(image: &Reference) -> String {
 }
 
 fn beside(place: &Path) -> PathBuf {
-    let mut name = OsString::from(place.as_os_str());
+    // A directory may have been named with a slash at its end.
+    let mut name = OsString::from(place.components().as_path());
     name.push(".sig");
     name.into()
 }
@@ -247,16 +248,7 @@ pub fn require(
     if options.require.is_none() && (repository.is_none() || options.keys.is_empty()) {
         return Ok(());
     }
-    let keys = options.keys.iter().map(|path| {
-        // The nodes of a cluster have one configuration, and need no file beside it.
-        let text = match path.to_str().map(str::trim) {
-            Some(text) if text.starts_with("-----BEGIN ") => text.to_owned(),
-            _ => read_key(path)?,
-        };
-        let key = VerifyingKey::from_public_key_pem(&text);
-        key.with_context(|| format!("{}: no public key of P-256", path.display()))
-    });
-    let keys = keys.collect::<anyhow::Result<Vec<_>>>()?;
+    let keys = keys_of(options)?;
     let mut why = anyhow!("it has no signature");
     for signature in signatures()? {
         match signature.check(&keys, digest, repository) {
@@ -267,6 +259,36 @@ pub fn require(
     Err(why.context(format!(
         "{digest}: refused, as a key of restore.keys must have signed it"
     )))
+}
+
+/// Returns the signature that goes beside an image on disk, where one has its place: the first that a key of
+/// `restore.keys` made, else the first.
+pub fn kept(
+    options: &RestoreOptions,
+    digest: &Digest,
+    mut found: Vec<Signature>,
+) -> anyhow::Result<Option<Signature>> {
+    let keys = keys_of(options)?;
+    let good = |signature: &Signature| signature.check(&keys, digest, None).is_ok();
+    let number = found.iter().position(good).unwrap_or(0);
+    if found.len() > 1 {
+        let others = found.len() - 1;
+        tracing::warn!("{digest}: {others} more signatures stay in the registry");
+    }
+    Ok((number < found.len()).then(|| found.swap_remove(number)))
+}
+
+fn keys_of(options: &RestoreOptions) -> anyhow::Result<Vec<VerifyingKey>> {
+    let keys = options.keys.iter().map(|path| {
+        // The nodes of a cluster have one configuration, and need no file beside it.
+        let text = match path.to_str().map(str::trim) {
+            Some(text) if text.starts_with("-----BEGIN ") => text.to_owned(),
+            _ => read_key(path)?,
+        };
+        let key = VerifyingKey::from_public_key_pem(&text);
+        key.with_context(|| format!("{}: no public key of P-256", path.display()))
+    });
+    keys.collect()
 }
 
 /// [`require`] for an archive on this host, by the signature beside it.
@@ -370,6 +392,30 @@ mod tests {
             &RestoreOptions::default(),
             Some("r.example/team/job")
         ));
+    }
+
+    #[test]
+    fn the_signature_that_counts_here_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let (other, _) = key(dir.path(), "other", 8);
+        let (ours, public) = key(dir.path(), "ours", 7);
+        let digest = Digest::of(b"image");
+        let kept_of = |keys: Vec<PathBuf>, private: &[&PathBuf]| {
+            let sign = |key: &&PathBuf| Signature::sign(key, "r.example/job", &digest).unwrap();
+            let found: Vec<_> = private.iter().map(sign).collect();
+            let options = RestoreOptions {
+                keys,
+                ..RestoreOptions::default()
+            };
+            let kept = kept(&options, &digest, found).unwrap()?;
+            let by = |key: &&PathBuf| sign(key).annotations == kept.annotations;
+            private.iter().position(by)
+        };
+        assert_eq!(kept_of(vec![public.clone()], &[&other, &ours]), Some(1));
+        assert_eq!(kept_of(vec![public], &[&other, &other]), Some(0));
+        assert_eq!(kept_of(vec![], &[&other, &ours]), Some(0));
+        assert_eq!(kept_of(vec![], &[]), None);
+        assert_eq!(beside(Path::new("a/b//")), Path::new("a/b.sig"));
     }
 
     #[test]

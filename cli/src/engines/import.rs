@@ -177,7 +177,7 @@ impl Args {
 
     fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
         let how = PackMethod::plain(self.quiet).named(self.name(source));
-        how.write_silently("pack", source, to)
+        how.write_silently("pack", source, to).map(drop)
     }
 }
 

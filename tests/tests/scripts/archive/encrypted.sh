@@ -72,6 +72,11 @@ check 'export' cryopod export job -e podman -o oci-archive:/tmp/job.tar --compre
 pod rm -f -t 0 job > /dev/null
 check 'push' cryopod push oci-archive:/tmp/job.tar "$at:1" --tls-verify=false -q
 check 'pack to a registry: encrypted again' cryopod pack oci-archive:/tmp/job.tar -o "docker://$at:2" "${sign[@]}" --tls-verify=false -q
+check 'pull to an archive' cryopod pull "$at:1" -o oci-archive:/tmp/back.tar --tls-verify=false -q
+check 'it is the same, and signed' cryopod cache pull -q oci-archive:/tmp/back.tar
+rm -rf /var/cache/cryopod
+if cryopod pull "$at:1" -o /tmp/back.tar.zst --tls-verify=false -q > /tmp/said 2>&1; then echo 'pulled in plain' && exit 1; fi
+check "pull to podman's file: refused" says /tmp/said 'is encrypted.*--no-encrypt'
 python3 /tmp/find.py /etc /root /run /srv /tmp /var > /tmp/said
 check 'no file has a secret' sh -c 'cat /tmp/said; test ! -s /tmp/said'
 

@@ -70,6 +70,20 @@ mv "$manifest.whole" "$manifest"
 policy other
 check 'podman: another key' refused 'cryptographic signature verification failed' pulls "docker://$at:1"
 
+# Two have signed it: the signature of one stays beside that of the other, and a pull keeps the one that counts.
+for key in ours other; do
+    cryopod pack oci:/srv/checkpoints/c1 -o "docker://$at:two" --annotation a=d --sign-by /tmp/$key.key --tls-verify=false -q
+done
+for key in ours other; do
+    policy $key
+    check "two signatures: podman's policy, $key" pulls "docker://$at:two"
+    check "two signatures: cosign, $key" cosigned $key two
+    configure $key
+    check "two signatures: pull, $key" cryopod pull "$at:two" -o "oci:/srv/checkpoints/two-$key" --tls-verify=false -q
+    check "two signatures: the one that counts here, $key" cryopod cache pull -q "oci:/srv/checkpoints/two-$key"
+done
+rm -rf /srv/checkpoints/two-* /var/cache/cryopod
+
 configure ours
 check 'a container begins at a signed image' copies "docker://$at:1"
 podman rm -f -t 0 copy > /dev/null
