@@ -12,6 +12,7 @@ use cryopod_archive::vram::{self, Chunk, ChunkKind, VramIndex, layers};
 use cryopod_registry::{BlobPiece, KnownBlobs};
 
 use super::directory::Cache;
+use crate::archives::confined::Decoding;
 
 /// Where the chunks of GPU memory are that the cache has, by their digest and how they are stored.
 pub struct InCache {
@@ -58,7 +59,15 @@ impl KnownBlobs for InCache {
         if self.chunks.is_empty() || secret {
             return BTreeMap::new();
         }
-        let index = match layers::index(first) {
+        let decoded = || {
+            let table = Decoding::of(first)?.run(|| match layers::index(first)? {
+                Some(mut index) => Ok(index.encode()?),
+                None => Ok(Vec::new()),
+            })?;
+            let index = (!table.is_empty()).then(|| VramIndex::parse(&table, first));
+            Ok::<_, anyhow::Error>(index.transpose()?)
+        };
+        let index = match decoded() {
             Ok(Some(index)) => index,
             Ok(None) => return BTreeMap::new(),
             Err(e) => {

@@ -17,8 +17,9 @@ use cryopod_archive::format::names;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
+use serde::{Deserialize, Serialize};
 
-use crate::archives::confined;
+use crate::archives::confined::{self, Decoding};
 use crate::archives::pack::PackMethod;
 use crate::archives::signature;
 use crate::archives::streams;
@@ -122,25 +123,32 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// What an archive says about its container.
+#[derive(Serialize, Deserialize)]
 struct ImportRecords {
     /// The engine's records, by name.
     files: BTreeMap<String, Vec<u8>>,
     /// The archive has the container's image.
     image: bool,
+    /// cryopod's runtime made the checkpoint.
+    ours: bool,
 }
 
 impl ImportRecords {
     fn of(source: &Source) -> anyhow::Result<Self> {
-        let image = Cell::new(false);
-        let wanted = |name: &str| {
-            if name == IMAGE {
-                image.set(true);
-            }
-            engine_records::FILES.contains(&name)
-        };
-        let files = source.small_files(&wanted, &Limits::default())?;
-        let image = image.get();
-        Ok(Self { files, image })
+        let said = Decoding::of(source.path())?.run(|| {
+            let (image, ours) = (Cell::new(false), Cell::new(false));
+            let wanted = |name: &str| {
+                image.set(image.get() || name == IMAGE);
+                let inner = name.strip_prefix("checkpoint/");
+                ours.set(ours.get() || inner == Some(names::METADATA));
+                engine_records::FILES.contains(&name)
+            };
+            let limits = Limits::default();
+            let files = source.reopen(&limits)?.small_files(&wanted, &limits)?;
+            let (image, ours) = (image.get(), ours.get());
+            Ok(serde_json::to_vec(&Self { files, image, ours })?)
+        })?;
+        Ok(serde_json::from_slice(&said)?)
     }
 
     fn made_by(&self, source: &Source) -> anyhow::Result<Option<&'static str>> {

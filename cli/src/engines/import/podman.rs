@@ -28,7 +28,7 @@ pub fn restore(
     records: &ImportRecords,
     steps: &mut Steps,
 ) -> anyhow::Result<String> {
-    if let Some(parts) = ImportParts::unpack(args, source)? {
+    if let Some(parts) = ImportParts::unpack(args, source, records)? {
         steps.done("unpack");
         let file = parts.small_file(args)?;
         let restored = import(args, &file);
@@ -94,14 +94,13 @@ struct ImportParts {
 
 impl ImportParts {
     /// `None` if podman is to get all files.
-    fn unpack(args: &Args, source: &Source) -> anyhow::Result<Option<Self>> {
-        let metadata = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
-        // Only cryopod's runtime writes the metadata, and only root's tickets are valid.
-        if !nix::unistd::geteuid().is_root()
-            || source
-                .small_files(&|name| name == metadata, &Limits::default())?
-                .is_empty()
-        {
+    fn unpack(
+        args: &Args,
+        source: &Source,
+        records: &ImportRecords,
+    ) -> anyhow::Result<Option<Self>> {
+        // Only root's tickets are valid.
+        if !nix::unistd::geteuid().is_root() || !records.ours {
             return Ok(None);
         }
         let root = EngineCall::new("podman", ASK)
