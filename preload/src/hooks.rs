@@ -194,12 +194,12 @@ hooks! {
     }
 }
 
-/// Functions that make a context; the first argument is where its handle goes.
+/// Functions that make a context; the first argument is where its handle goes. `cuCtxCreate_v3` has the most, five.
 macro_rules! create_context {
     ($($name:ident)*) => {$(
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name(context: *mut usize, b: usize, c: usize, d: usize) -> c_int {
-            let code = real!($name, context, b, c, d);
+        pub unsafe extern "C" fn $name(context: *mut usize, b: usize, c: usize, d: usize, e: usize) -> c_int {
+            let code = real!($name, context, b, c, d, e);
             if code == SUCCESS {
                 // SAFETY: the driver has written it.
                 contexts::add(unsafe { context.read() }, None);

@@ -194,17 +194,26 @@ impl Memory {
 
 /// Until when an allocation that finds no memory is tried again: the driver agent holds some, and lets go of it.
 static PATIENT_UNTIL: Mutex<Option<Instant>> = Mutex::new(None);
-const PATIENCE: Duration = Duration::from_secs(10);
+/// An agent that lives says when it has copied all, at some 30 GB/s. This is for one that has died.
+const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Has allocations wait for memory for a while.
+fn patient_until() -> MutexGuard<'static, Option<Instant>> {
+    PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Has allocations wait for memory, until [`be_impatient`] or for a while.
 pub fn be_patient() {
-    let until = Instant::now() + PATIENCE;
-    *PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
+    *patient_until() = Some(Instant::now() + PATIENCE);
+}
+
+/// Has allocations that find no memory fail at once.
+pub fn be_impatient() {
+    *patient_until() = None;
 }
 
 fn patiently<T>(allocate: impl Fn() -> Result<T, c_int>) -> Result<T, c_int> {
     loop {
-        let until = *PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *patient_until();
         match allocate() {
             Err(OUT_OF_MEMORY) if until.is_some_and(|until| Instant::now() < until) => {
                 std::thread::sleep(Duration::from_millis(10));
@@ -266,8 +275,12 @@ pub fn create(bytes: usize, properties: Properties) -> Option<Result<u64, c_int>
         && properties.compression == 0
         && properties.usage == 0;
     let bytes = u64::try_from(bytes).ok().filter(|_| plain)?;
-    let created = patiently(|| create_physical(bytes, &properties));
-    Some(created.map(|handle| memory().map.add(handle, bytes, properties)))
+    match patiently(|| create_physical(bytes, &properties)) {
+        Ok(handle) => Some(Ok(memory().map.add(handle, bytes, properties))),
+        Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
+        // A device that cannot make it so that it can be handed over.
+        Err(_) => None,
+    }
 }
 
 /// `cuMemRelease` of one of our ids.

@@ -20,6 +20,7 @@ use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 use cryopod_operations::config::Config;
 use cryopod_operations::criu::plugins;
+use cryopod_operations::pause;
 use cryopod_operations::pause::suspended::{self, SuspendLock, SuspendedRecord};
 use cryopod_operations::run::log;
 use cryopod_operations::run::operation::Operation;
@@ -137,6 +138,13 @@ impl RunningContainer {
                 );
             }
             Err(error) => {
+                if error.has_lost_agent()
+                    && let Err(left) = pause::bring_back(config, host, &work.op, &self.pids)
+                {
+                    bail!(
+                        "{name}: not suspended: {error}; its CUDA calls may wait: {left}; `cryopod resume {name}` tries again"
+                    );
+                }
                 if let Some(record) = SuspendedRecord::of(host, self.container.init) {
                     record.remove();
                 }

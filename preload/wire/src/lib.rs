@@ -14,10 +14,11 @@ pub mod nccl;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::io::retry_on_intr;
-use rustix::net::sockopt::{Timeout, set_socket_send_buffer_size_force, set_socket_timeout};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::set_socket_send_buffer_size_force;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
@@ -118,6 +119,8 @@ pub enum Request {
     State,
     /// Has the file kept stay when the calls go on, until [`Request::Stop`], [`Request::Export`] or [`Request::Forget`].
     Spare,
+    /// Nobody else holds memory of the pieces any more: an allocation that finds none need not wait for it.
+    LetGo,
     /// Answers with the [`nccl::Report`].
     NcclLook,
     /// Lets NCCL's calls wait, but for a process whose counters are behind the attached ones ([`nccl::encode_clocks`]).
@@ -234,6 +237,7 @@ packets! {
     17 TakeBack offset bytes;
     18 Export;
     19 Spare;
+    20 LetGo;
 }
 
 impl Answer {
@@ -269,23 +273,12 @@ impl Answer {
 
 /// Makes the socket pair: the library's end and the agent's.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let (a, b) = socketpair(
+    Ok(socketpair(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
         SocketFlags::CLOEXEC,
         None,
-    )?;
-    for end in [&a, &b] {
-        set_socket_timeout(end, Timeout::Send, Some(SEND_LIMIT))?;
-    }
-    Ok((a, b))
-}
-
-/// Sets how long [`request`] and [`answer`] wait for a message; zero: for ever. It holds for every copy of the
-/// descriptor.
-pub fn set_receive_limit(socket: &OwnedFd, limit: Duration) -> io::Result<()> {
-    let limit = (!limit.is_zero()).then_some(limit);
-    Ok(set_socket_timeout(socket, Timeout::Recv, limit)?)
+    )?)
 }
 
 /// Lets messages wait that nobody reads yet, up to so many bytes with what the kernel adds to each. Needs CAP_NET_ADMIN.
@@ -344,20 +337,21 @@ impl<T> Received<T> {
     }
 }
 
-/// Waits for a request; `None` for one that this version does not know.
+/// Waits for a request, without a limit for ever; `None` for one that this version does not know.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed.
-pub fn request(socket: &OwnedFd) -> io::Result<Received<Option<Request>>> {
-    receive(socket).map(|received| received.map(|packet| packet.and_then(Request::from_packet)))
+pub fn request(socket: &OwnedFd, limit: Option<Duration>) -> io::Result<Received<Option<Request>>> {
+    receive(socket, limit)
+        .map(|received| received.map(|packet| packet.and_then(Request::from_packet)))
 }
 
 /// Waits for an answer.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed, and for an answer that makes no sense.
-pub fn answer(socket: &OwnedFd) -> io::Result<Received<Answer>> {
-    let received = receive(socket)?;
+pub fn answer(socket: &OwnedFd, limit: Duration) -> io::Result<Received<Answer>> {
+    let received = receive(socket, Some(limit))?;
     let answer = received.what.and_then(Answer::from_packet);
     let answer = answer.ok_or_else(|| io::Error::other("the library's answer makes no sense"))?;
     Ok(received.map(|_| answer))
@@ -377,16 +371,35 @@ fn send(
     if fd.is_some() {
         control.push(SendAncillaryMessage::ScmRights(fd.as_slice()));
     }
-    retry_on_intr(|| sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL))?;
-    Ok(())
+    // The container has the socket, too, and may change its time limits: no call may block.
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let end = Instant::now() + SEND_LIMIT;
+    loop {
+        match sendmsg(socket, &parts, &mut control, flags) {
+            Err(Errno::AGAIN) if Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(Errno::INTR) => {}
+            sent => return Ok(sent.map(drop)?),
+        }
+    }
 }
 
-fn receive(socket: &OwnedFd) -> io::Result<Received<Option<Packet>>> {
+/// Longest limit that the kernel is given.
+const YEAR: Duration = Duration::from_secs(365 * 86_400);
+
+fn receive(socket: &OwnedFd, limit: Option<Duration>) -> io::Result<Received<Option<Packet>>> {
+    let limit = limit.and_then(|limit| Timespec::try_from(limit.min(YEAR)).ok());
+    retry_on_intr(|| {
+        let mut one = [PollFd::new(socket, PollFlags::IN)];
+        poll(&mut one, limit.as_ref())
+    })?;
     let mut bytes = vec![0u8; PACKET + MAX_DATA];
     // There may be room for two descriptors. The second one is closed.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC;
+    // As for `send`. Nothing there after the limit is an error like any other.
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let received = retry_on_intr(|| {
         let mut into = [IoSliceMut::new(&mut bytes)];
         recvmsg(socket, &mut into, &mut control, flags)
@@ -417,7 +430,10 @@ fn receive(socket: &OwnedFd) -> io::Result<Received<Option<Packet>>> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
     use std::os::fd::AsFd;
+
+    const SHORT: Duration = Duration::from_millis(10);
 
     #[test]
     fn messages_arrive_as_they_were_sent() {
@@ -447,10 +463,11 @@ mod tests {
                 bytes: 8,
             },
             Request::Export,
+            Request::LetGo,
         ];
         for sent in requests {
             send_request(&agent, 3, sent, &[5; MAX_DATA], None).unwrap();
-            let got = request(&library).unwrap();
+            let got = request(&library, None).unwrap();
             assert_eq!((got.number, got.what), (3, Some(sent)));
             assert_eq!(got.data, [5; MAX_DATA]);
             assert!(got.fd.is_none());
@@ -472,13 +489,13 @@ mod tests {
             .chain(failed.map(Answer::Failed))
         {
             send_answer(&library, 4, sent, Some(library.as_fd())).unwrap();
-            let got = answer(&agent).unwrap();
+            let got = answer(&agent, SHORT).unwrap();
             assert_eq!((got.number, got.what), (4, sent));
             assert!(got.fd.is_some());
         }
         send_data(&library, 4, &[6; CHUNK + 1]).unwrap();
         for length in [CHUNK, 1] {
-            assert_eq!(answer(&agent).unwrap().data, vec![6; length]);
+            assert_eq!(answer(&agent, SHORT).unwrap().data, vec![6; length]);
         }
         assert!(send_request(&agent, 1, Request::Go, &[0; MAX_DATA + 1], None).is_err());
     }
@@ -486,15 +503,16 @@ mod tests {
     #[test]
     fn silence_and_nonsense_are_errors() {
         let (library, agent) = pair().unwrap();
-        set_receive_limit(&agent, Duration::from_millis(10)).unwrap();
-        let silent = answer(&agent).unwrap_err();
+        // What another holder of the socket sets changes nothing.
+        set_socket_timeout(&agent, Timeout::Recv, None).unwrap();
+        let silent = answer(&agent, SHORT).unwrap_err();
         assert_eq!(silent.kind(), io::ErrorKind::WouldBlock);
         send(&library, 1, [99, 0, 0], &[], None).unwrap();
-        assert!(answer(&agent).is_err());
+        assert!(answer(&agent, SHORT).is_err());
         send(&agent, 1, [99, 0, 0], &[], None).unwrap();
-        assert_eq!(request(&library).unwrap().what, None);
+        assert_eq!(request(&library, None).unwrap().what, None);
         rustix::net::send(&agent, b"x", SendFlags::empty()).unwrap();
-        assert_eq!(request(&library).unwrap().what, None);
+        assert_eq!(request(&library, None).unwrap().what, None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::suspend::{self, Done, How, SuspendError, Suspended};
@@ -29,6 +29,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use self::suspended::{SuspendLock, SuspendedRecord};
+use crate::config::Config;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::argv::Invocation;
@@ -95,7 +96,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     let pids = live::tree(&host, state.init);
-    let driver = PauseDriver::start(ctx, &host)?;
+    let mut driver = PauseDriver::start(&ctx.config, &host)?;
     let record = |done: &Done| SuspendedRecord {
         version: 1,
         name: inv.id.clone(),
@@ -124,21 +125,37 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         }
         Err(e) => {
             // The agent unlocks what was locked.
-            drop(driver);
+            drop(driver.agent.take());
+            let lost = e.has_lost_agent();
+            let left = lost.then(|| bring_back(&ctx.config, &host, &driver.op, &pids));
             if let Some(record) = SuspendedRecord::of(&host, state.init) {
                 record.remove();
             }
-            return Err(Error::Failed(format!(
-                "pause of {} failed and it goes on running: {e}",
-                inv.id
-            )));
+            let runs = "it goes on running";
+            return Err(match left {
+                Some(Err(left)) => waits(inv, state.init, &format!("pause failed: {e}; {left}")),
+                _ => Error::Failed(format!("pause of {} failed and {runs}: {e}", inv.id)),
+            });
         }
     };
     let paused = verb(ctx, inv, "pause", &tools);
     if !paused.as_ref().is_ok_and(|out| out.code == 0) {
-        unlock(&driver, &host, &record(&done));
+        // A freezer that was too slow may still come to its end.
+        if let Err(e) = verb(ctx, inv, "resume", &tools) {
+            tracing::warn!("{}: {e}", inv.id);
+        }
+        if !unlock(&driver, &host, &record(&done)) {
+            return Err(waits(inv, state.init, "pause failed"));
+        }
     }
     hand_on(inv, &paused?)
+}
+
+fn waits(inv: &Invocation, init: i32, why: &str) -> Error {
+    Error::Failed(format!(
+        "{}: {why}: it runs, but its CUDA calls wait: the GPU driver did not unlock it; try `cryopod resume pid:{init}`",
+        inv.id
+    ))
 }
 
 /// Resumes a container. An error says whether it runs.
@@ -167,14 +184,11 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     // Before the container runs: without the driver it would hang in its next CUDA call.
-    let driver = PauseDriver::start(ctx, &host)
+    let driver = PauseDriver::start(&ctx.config, &host)
         .map_err(|e| Error::Failed(format!("{} stays paused: {e}; resume it again", inv.id)))?;
     let resumed = verb(ctx, inv, "resume", &tools)?;
     if resumed.code == 0 && !unlock(&driver, &host, &record) {
-        return Err(Error::Failed(format!(
-            "{0} runs, but its CUDA calls wait: the GPU driver did not unlock it; try `cryopod resume pid:{1}`",
-            inv.id, record.init
-        )));
+        return Err(waits(inv, record.init, "resumed"));
     }
     hand_on(inv, &resumed)
 }
@@ -211,8 +225,11 @@ fn unlock(driver: &PauseDriver, host: &Host, record: &SuspendedRecord) -> bool {
     }
 }
 
+/// How long the driver may take to end what a killed agent had asked it for.
+const SETTLED: Duration = Duration::from_secs(120);
+
 /// Brings back processes that this operation's driver agent has left locked or checkpointed, because it was killed.
-pub fn bring_back(ctx: &Context, host: &Host, op: &Operation, pids: &[i32]) -> Result<(), Error> {
+pub fn bring_back(config: &Config, host: &Host, op: &Operation, pids: &[i32]) -> Result<(), Error> {
     let left = pids.iter().filter_map(|pid| {
         Some(Suspended {
             pid: *pid,
@@ -224,12 +241,23 @@ pub fn bring_back(ctx: &Context, host: &Host, op: &Operation, pids: &[i32]) -> R
     });
     let left: Vec<_> = left.collect();
     let _ = fs::remove_file(op.file(SOCKET));
-    let _agent = PauseDriver::agent(ctx, host, op)?;
-    let mut client = PauseDriver::client(op)?;
-    match suspend::resume(&mut client, &left, &[], &PauseDriver::how(ctx)?) {
-        Ok(_) | Err(SuspendError::Running | SuspendError::NotSuspended) => Ok(()),
-        Err(e) => Err(Error::Failed(e.to_string())),
-    }
+    let _agent = PauseDriver::agent(config, host, op)?;
+    let (mut client, how) = (PauseDriver::client(op)?, PauseDriver::how(config)?);
+    let deadline = Instant::now() + SETTLED;
+    let back = loop {
+        match suspend::resume(&mut client, &left, &[], &how) {
+            Ok(_) | Err(SuspendError::Running | SuspendError::NotSuspended) => break Ok(()),
+            Err(SuspendError::State { .. } | SuspendError::Step { .. })
+                if Instant::now() < deadline =>
+            {
+                std::thread::sleep(Duration::from_millis(250));
+            }
+            Err(e) => break Err(Error::Failed(e.to_string())),
+        }
+    };
+    // Those that the driver had not locked yet.
+    suspend::recover(pids);
+    back
 }
 
 /// Prints the low-level runtime's output and returns its exit code.
@@ -253,27 +281,25 @@ struct PauseDriver {
 }
 
 impl PauseDriver {
-    fn start(ctx: &Context, host: &Host) -> Result<Self, Error> {
+    fn start(config: &Config, host: &Host) -> Result<Self, Error> {
         let op = Operation::new()?;
-        let agent = Some(Self::agent(ctx, host, &op)?);
-        let how = Self::how(ctx)?;
+        let agent = Some(Self::agent(config, host, &op)?);
+        let how = Self::how(config)?;
         Ok(Self { agent, op, how })
     }
 
-    fn agent(ctx: &Context, host: &Host, op: &Operation) -> Result<RunningAgent, Error> {
-        let found = plugins::find(&ctx.config, host).nvidia;
-        let found: Vec<_> = found.into_iter().collect();
-        Ok(RunningAgent::of_operation(&ctx.config, &found, op)?)
+    fn agent(config: &Config, host: &Host, op: &Operation) -> Result<RunningAgent, Error> {
+        let found = Vec::from_iter(plugins::find(config, host).nvidia);
+        Ok(RunningAgent::of_operation(config, &found, op)?)
     }
 
-    fn how(ctx: &Context) -> Result<How, Error> {
-        let vram = ctx.config.vram.config().map_err(Error::Failed)?;
+    fn how(config: &Config) -> Result<How, Error> {
         Ok(How {
-            vram,
+            vram: config.vram.config().map_err(Error::Failed)?,
             directory: None,
-            lock_timeout_ms: ctx.config.nvidia.lock_timeout_ms.unwrap_or(10_000),
-            step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
-            nccl_quiesce_ms: ctx.config.nccl.quiesce_ms(),
+            lock_timeout_ms: config.nvidia.lock_timeout_ms.unwrap_or(10_000),
+            step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
+            nccl_quiesce_ms: config.nccl.quiesce_ms(),
             refuse_shared: true,
             keep: 0,
         })

@@ -34,8 +34,8 @@ impl Communicators {
         Some(done.map_or_else(Outcome::Error, Outcome::Nccl))
     }
 
-    /// Takes the communicators down through which the processes share memory. Those of a single rank go, too, and those
-    /// over a transport that the driver brings back stay.
+    /// Takes the processes' communicators down. Those over a transport that the driver brings back go, too: a rank whose
+    /// kernel waits for another one, whose call waits at the gate, would never be idle.
     fn take(
         &self,
         pids: &[i32],
@@ -45,11 +45,12 @@ impl Communicators {
         let host = Host::system();
         let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
         let mut group = Group::settled(pids).map_err(unsupported)?;
-        if !group.has_comms() || (!group.is_alone() && shared().is_empty()) {
+        if !group.has_comms() {
             return Ok(NcclDone::default());
         }
+        let shares = !group.is_alone() && !shared().is_empty();
         if let Some((pid, why)) = group.obstacles().first() {
-            return match refuse_shared && !group.is_alone() {
+            return match refuse_shared && shares {
                 true => Err(unsupported(format!("NCCL in process {pid}: {why}"))),
                 false => Ok(NcclDone::default()),
             };

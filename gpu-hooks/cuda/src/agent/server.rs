@@ -67,12 +67,12 @@ impl<D: Driver> Server<D> {
                 break;
             }
         }
-        self.agent.vram_files().settle();
         let mut worst = AgentOutcome::Clean;
         for thread in connections {
             let outcome = thread.join().unwrap_or(AgentOutcome::RollbackFailed);
             worst = worst.max(outcome);
         }
+        self.agent.vram_files().settle();
         Ok(worst)
     }
 

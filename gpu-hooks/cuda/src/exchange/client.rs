@@ -26,6 +26,13 @@ pub enum ClientError {
     Silent(f64),
 }
 
+impl ClientError {
+    /// Returns true if the agent has ended: it undoes nothing any more.
+    pub fn is_end(&self) -> bool {
+        matches!(self, Self::Closed | Self::Io(_))
+    }
+}
+
 #[derive(Debug)]
 pub struct Client {
     stream: UnixStream,

@@ -69,7 +69,6 @@ impl Library {
         file: Option<BorrowedFd<'_>>,
         limit: Duration,
     ) -> io::Result<Vec<Piece>> {
-        wire::set_receive_limit(&self.socket, limit)?;
         let number = number();
         wire::send_request(&self.socket, number, request, &[], file)?;
         self.answer(number, limit, REST).map(|(pieces, _)| pieces)
@@ -80,7 +79,6 @@ impl Library {
     /// # Errors
     /// As for [`Library::ask`].
     pub fn ask_data(&self, request: Request, data: &[u8], limit: Duration) -> io::Result<Vec<u8>> {
-        wire::set_receive_limit(&self.socket, limit)?;
         let number = number();
         wire::send_request(&self.socket, number, request, data, None)?;
         self.answer(number, limit, REST).map(|(_, data)| data)
@@ -103,10 +101,10 @@ impl Library {
         let (mut since, mut limit) = (Instant::now(), first);
         let mut begun = false;
         loop {
-            if since.elapsed() > limit {
+            let Some(left) = limit.checked_sub(since.elapsed()) else {
                 return Err(silent());
-            }
-            let received = match wire::answer(&self.socket) {
+            };
+            let received = match wire::answer(&self.socket, left.min(first)) {
                 Ok(received) if received.number == number => received,
                 Ok(_) => continue,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(silent()),
@@ -208,6 +206,15 @@ impl Library {
         self.ask(Request::Forget, None, STATE_LIMIT).map(drop)
     }
 
+    /// Says that the agent holds no memory of the process's pieces any more. Does not wait; a library that does not know of
+    /// it needs nothing.
+    pub fn let_go(&self) {
+        let said = wire::send_request(&self.socket, number(), Request::LetGo, &[], None);
+        if let Err(error) = said {
+            tracing::info!("the preload library: {error}");
+        }
+    }
+
     /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from these pieces,
     /// and from this file or the one that it keeps. Does not wait.
     pub fn go_on_alone(&self, pieces: Vec<Piece>, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
@@ -305,10 +312,10 @@ mod tests {
         let late = library.ask(Request::Release, None, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
         let answers = std::thread::spawn(move || {
-            let release = wire::request(&own).unwrap();
+            let release = wire::request(&own, None).unwrap();
             assert_eq!(release.what, Some(Request::Release));
             wire::send_answer(&own, release.number, Answer::Done, None).unwrap();
-            let kept = wire::request(&own).unwrap();
+            let kept = wire::request(&own, None).unwrap();
             let piece = Answer::Piece {
                 offset: 0,
                 bytes: 5,
@@ -345,7 +352,6 @@ mod tests {
                 tid: 0,
                 spare: -1,
             };
-            wire::set_receive_limit(&library.socket, long).unwrap();
             let flood = flood(own, number, || Answer::Data);
             let endless = library.answer(2, first, rest).unwrap_err();
             assert_eq!(endless.kind(), io::ErrorKind::TimedOut, "{endless}");

@@ -75,8 +75,6 @@ struct Out {
 struct Later {
     /// For the plugin, and for the process itself if this agent cannot give it back.
     handles: Vec<Piece>,
-    /// The process has let go of the pieces.
-    released: bool,
     /// The room for both.
     _room: held::Taken,
     threads: usize,
@@ -290,7 +288,6 @@ impl Preloads {
                 held,
                 later: Some(Later {
                     handles: pieces,
-                    released: false,
                     _room: room,
                     threads,
                     ranges,
@@ -347,9 +344,6 @@ impl Preloads {
         };
         drop(out);
         let Err(error) = released else {
-            if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
-                later.released = true;
-            }
             return Ok(None);
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
@@ -479,10 +473,10 @@ impl Preloads {
             let pieces = held.fill(copier, pieces)?;
             copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
-        let back = match &later {
-            // It has not released it.
-            Some(later) if !later.released && ask(Request::State).is_err() => Ok(()),
-            _ => fill_while_allocating(end, &held, &ask, &fill),
+        let back = match ask(Request::State) {
+            Ok(_) => fill_while_allocating(end, &held, &ask, &fill),
+            // It has not released it, or has gone on by itself. If it is silent, so it will be to the next request.
+            Err(_) => Ok(()),
         };
         // Only the file that the process keeps may stay with it.
         if keep && back.is_ok() && buffer.or(own).is_none() && kept::is_whole(&file) {
@@ -501,8 +495,11 @@ impl Preloads {
             return Err(error);
         }
         let own = self.out().remove(&pid).map(|out| out.buffer);
-        if let (Some(buffer), Some(later)) = (own, later) {
-            self.copy_later(buffer, held.left(), file, later, files);
+        match (own, later) {
+            (Some(buffer), Some(later)) => {
+                self.copy_later(Some(library), buffer, held.left(), file, later, files);
+            }
+            _ => library.let_go(),
         }
         Ok(())
     }
@@ -514,7 +511,7 @@ impl Preloads {
             && let Some(later) = out.later
         {
             match files.file(out.buffer) {
-                Ok(file) => self.copy_later(out.buffer, out.held, file, later, files),
+                Ok(file) => self.copy_later(None, out.buffer, out.held, file, later, files),
                 Err(error) => files.fail(&error.message),
             }
         }

@@ -12,6 +12,8 @@ mod capture;
 mod files;
 mod preload;
 
+pub use preload::recover;
+
 use crate::exchange::client::{Client, ClientError};
 use crate::exchange::{Attendant, ExchangeError, exchange};
 use crate::gpus::gpu::{GpuPair, GpuUuid, mapped};
@@ -114,6 +116,13 @@ pub enum SuspendError {
     Nccl(String),
 }
 
+impl SuspendError {
+    /// Returns true if the agent has ended before it could undo what was done.
+    pub fn has_lost_agent(&self) -> bool {
+        matches!(self, Self::Agent(error) if error.is_end())
+    }
+}
+
 fn step(step: &'static str, pid: i32, cause: impl ToString) -> SuspendError {
     SuspendError::Step {
         step,
@@ -136,28 +145,15 @@ type Threads = Vec<(i32, i32)>;
 type Loaded = ((i32, i32, VramBuffer), SharedBuffer);
 
 /// Suspends the CUDA processes among `pids`. Calls `note` with them when all is done, before it leaves them so. On
-/// error the agent brings the processes back when the client is dropped.
+/// error the agent brings the processes back when the client is dropped; one that was killed cannot.
 pub fn suspend(
     client: &mut Client,
     pids: &[i32],
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
-    let (threads, done) = found_running(client, pids)?;
-    let suspended = suspend_found(client, &threads, done, how, note);
-    if let Err(SuspendError::Agent(_)) = &suspended {
-        preload::recover(&threads);
-    }
-    suspended
-}
-
-fn suspend_found(
-    client: &mut Client,
-    threads: &Threads,
-    mut done: Done,
-    how: &How,
-    note: &mut dyn FnMut(&Done) -> Result<(), String>,
-) -> Result<Done, SuspendError> {
+    let (threads, mut done) = found_running(client, pids)?;
+    let threads = &threads;
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
     let micros = preload::prepare(client, pids, Vec::new());
     preload::nccl_down(client, threads, how, &mut done)?;
@@ -419,7 +415,10 @@ fn settled(
         }
         let state = states.get(&pid).copied();
         if let Some(
-            state @ (ProcessState::Restoring | ProcessState::Failed | ProcessState::Unknown),
+            state @ (ProcessState::Checkpointing
+            | ProcessState::Restoring
+            | ProcessState::Failed
+            | ProcessState::Unknown),
         ) = state
             && is_alive(&process)
         {

@@ -127,9 +127,9 @@ pub(super) fn forget(out: &[Out]) -> Result<(), SuspendError> {
     Ok(())
 }
 
-/// When the agent is gone: has the processes go on by themselves.
-pub(super) fn recover(threads: &Threads) {
-    for (pid, _) in threads {
+/// When the agent is gone, and the driver's part is undone: has the processes go on by themselves.
+pub fn recover(pids: &[i32]) {
+    for pid in pids {
         let alone = Library::of(*pid).map(|library| library.go_on_alone(Vec::new(), None));
         if let Some(Err(error)) = alone {
             tracing::error!(pid, "its GPU memory stays in host memory: {error}");

@@ -55,7 +55,7 @@ pub(super) fn conclude(
         let mut users = planned.gpus.users_of(Vendor::Nvidia);
         // `resume` unlocks these.
         users.retain(|pid| !planned.locked.contains(pid));
-        if let Err(e) = pause::bring_back(request.ctx, &request.host, &op, &users) {
+        if let Err(e) = pause::bring_back(&request.ctx.config, &request.host, &op, &users) {
             let left = format!(
                 "the driver agent was killed, and another one cannot bring its processes back: {e}"
             );

@@ -66,6 +66,14 @@ check 'resumed: the sum goes on' goes_on job
 check 'resumed: the same sum' test "$(sum job)" = "$last"
 check 'resumed: no record' test "$(records)" = 0
 
+# Its agent is killed.
+/opt/build/cusim-ctl --socket "$sim" set slow-lock=2000:1 > /dev/null
+(wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 1 && pkill -KILL -x cryopod-cuda-ag) &
+if ctr tasks pause job > /tmp/said 2>&1; then echo 'paused without its agent' && exit 1; fi
+check 'its agent is killed: said' says /tmp/said 'it goes on running: the driver agent'
+check 'its agent is killed: it goes on' goes_on job
+check 'its agent is killed: no record' test "$(records)" = 0
+
 # A checkpoint that never comes.
 ctr tasks pause job
 sleep 0.3

@@ -86,6 +86,11 @@ wait_for sh -c 'grep -qs "\"event\":\"lock\"\|lock" /tmp/server.log || pgrep -x 
 sleep 1
 kill -KILL "$suspending"
 check 'killed in the middle: it goes on' goes_on
+# The agent alone is killed: another one brings it back.
+/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=2000:1 > /dev/null
+(wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 1 && pkill -KILL -x cryopod-cuda-ag) &
+check 'its agent is killed: said' refused 'not suspended, and it runs on: the driver agent' cryopod suspend job
+check 'its agent is killed: it goes on' goes_on
 # A checkpoint whose wrapper is killed: its driver agent brings the GPU memory back, and has the lock until then.
 /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null
 pod container checkpoint --keep job > /tmp/said 2>&1 &

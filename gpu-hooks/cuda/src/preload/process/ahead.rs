@@ -91,10 +91,14 @@ impl Preloads {
         std::thread::scope(|scope| {
             let copy = |pid: &i32| {
                 let pid = *pid;
-                (
-                    pid,
-                    scope.spawn(move || self.copy_ahead(pid, each, *hold, write, files)),
-                )
+                let copy = move || {
+                    let copied = self.copy_ahead(pid, each, *hold, write, files);
+                    if let Some(library) = Library::of(pid) {
+                        library.let_go();
+                    }
+                    copied
+                };
+                (pid, scope.spawn(copy))
             };
             let copies: Vec<_> = pids.iter().map(copy).collect();
             for (pid, copy) in copies {

@@ -28,6 +28,8 @@ const MAGIC: [u8; 8] = *b"CRYOKEPT";
 /// At the file's end: [`MAGIC`], the contents' size, and the table's digest.
 const FOOTER: u64 = 48;
 const DIGEST: u64 = size_of::<Digest>() as u64;
+/// Largest table that is read, of 8 TiB of GPU memory: the process may have made a file of any size, without a byte in it.
+const MAX_TABLE: u64 = 256 << 20;
 
 /// A process's copy, taken from it.
 pub(super) struct Kept {
@@ -73,7 +75,7 @@ fn read(file: &File) -> Option<(u64, Vec<u8>)> {
     let room = u64::from_le_bytes(*room);
     // The process may have written anything there.
     let bytes = table_bytes(room);
-    if !room.is_multiple_of(CHUNK) || room.checked_add(bytes)? > end {
+    if !room.is_multiple_of(CHUNK) || room.checked_add(bytes)? > end || bytes > MAX_TABLE {
         return None;
     }
     let mut table = vec![0; usize::try_from(bytes).ok()?];
@@ -211,5 +213,16 @@ mod tests {
             file.write_all_at(&room.to_le_bytes(), end + 8).unwrap();
             assert!(!is_whole(&file));
         }
+        let room = (MAX_TABLE / DIGEST + 1) * CHUNK;
+        let all = room + table_bytes(room) + FOOTER;
+        file.set_len(all).unwrap();
+        file.write_all_at(&MAGIC, all - FOOTER).unwrap();
+        file.write_all_at(&room.to_le_bytes(), all - FOOTER + 8)
+            .unwrap();
+        let empty = vec![0; usize::try_from(table_bytes(room)).unwrap()];
+        let digest = blake3::hash(&empty);
+        file.write_all_at(digest.as_bytes(), all - FOOTER + 16)
+            .unwrap();
+        assert!(!is_whole(&file));
     }
 }

@@ -3,6 +3,7 @@
 use super::{Later, Preloads, ahead, failed, told};
 use crate::copy::{Copier, Imported, Way};
 use crate::messages::protocol::{DriverError, ErrorKind};
+use crate::preload::Library;
 use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
 use cryopod_archive::vram::ChunkDigest;
@@ -14,14 +15,21 @@ impl Preloads {
     /// Copies pieces into their buffer while their process goes on with others, if the buffer is to be written at all.
     pub(super) fn copy_later(
         self: &Arc<Self>,
+        library: Option<Library>,
         buffer: u64,
         pieces: Vec<Imported>,
         file: File,
         later: Later,
         files: &Arc<VramFiles>,
     ) {
+        let let_go = move || {
+            if let Some(library) = library {
+                library.let_go();
+            }
+        };
         if !files.is_awaited(buffer) {
-            return;
+            drop(pieces);
+            return let_go();
         }
         let (own, files) = (Arc::clone(self), Arc::clone(files));
         let copy = {
@@ -48,7 +56,10 @@ impl Preloads {
                     let (way, threads) = (Way::Out(&filled), later.threads);
                     copier.copy_ranges(&pieces, &ranges, memory, way, threads)
                 };
-                match copied() {
+                let copied = copied();
+                drop(pieces);
+                let_go();
+                match copied {
                     Ok(()) => files.is_complete(buffer),
                     Err(error) => files.fail(&error.message),
                 }

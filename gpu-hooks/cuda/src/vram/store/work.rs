@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
-use std::sync::{Arc, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 /// How long a killed worker may take to end.
@@ -401,17 +401,11 @@ impl VramFiles {
         })
     }
 
-    /// Waits for the worker; a writer that waits for the driver is ended.
+    /// Ends a worker that nobody waits for any more: its files are no checkpoint.
     pub fn settle(&self) {
-        if matches!(&self.inner().work, Work::Running { ahead: Some(_), .. }) {
+        let works = matches!(&self.inner().work, Work::Running { .. });
+        if works {
             self.cancel();
-        }
-        let mut inner = self.inner();
-        while matches!(inner.work, Work::Running { .. }) {
-            inner = self
-                .changed
-                .wait(inner)
-                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -420,7 +414,8 @@ impl VramFiles {
         self.end_work(Work::Ended(Err("called off".into())));
     }
 
-    /// The same. From then on the work is `then`; no other begins before that, whose files would be removed, too.
+    /// The same. From then on the work is `then`; no other begins before that, whose files would be removed, too. One that
+    /// hangs on its disk is left to end by itself.
     fn end_work(&self, then: Work) {
         let deadline = Instant::now() + KILLED;
         let mut inner = self.inner();
@@ -439,12 +434,16 @@ impl VramFiles {
             }
             inner = self.changed_within(inner, left);
         }
+        // If not, the worker's thread removes them when it can.
+        let has_ended = !matches!(inner.work, Work::Running { .. });
         drop(inner);
-        if let Some(dir) = dir {
+        if let Some(dir) = dir.filter(|_| has_ended) {
             cryopod_archive::vram::write::remove(&dir);
         }
         let mut inner = self.inner();
-        inner.work = then;
+        if has_ended {
+            inner.work = then;
+        }
         inner.ending -= 1;
         drop(inner);
         self.changed.notify_all();
