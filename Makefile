@@ -37,11 +37,12 @@ test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE
 test-long: ## hours: hostile containers, all moments at which something dies, the property test and the fuzz targets, each for long
 	PROPTEST_CASES=100000 cargo test --quiet --package cryopod-operations reach
 	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2 hostile:: shim::what_dies migrate::
+	CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2 --skip swarm --skip tutorial::gpu
 	SUITE=forky CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2
 	SHAPES=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --nocapture containers::shapes
 	cargo build --quiet --workspace
 	for low in crun runc; do CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/mutations $$low 10000 1 $$(nproc) || exit 1; done
-	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::killed
+	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::
 	FAULT_ROUNDS=160 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::faults
 	SWARM_PART=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::swarm
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl

@@ -365,7 +365,7 @@ mod store {
 
     crate::scenarios! {
         with rounds;
-        as_it_comes: V1 ["100"] "archive/lib.sh" + "shim/lib.sh" + "shim/store_default.sh";
+        as_it_comes: V1 ["30"] "archive/lib.sh" + "shim/lib.sh" + "shim/store_default.sh";
         killed: V1 ["8"] "archive/lib.sh" + "shim/lib.sh" + "shim/store_killed.sh";
     }
 }
