@@ -259,7 +259,8 @@ fn failed(request: &Request<'_>, state: &ContainerState, why: &str) -> String {
 /// has dumped them.
 fn carries_files(request: &Request<'_>, state: &ContainerState, goes_on: bool) -> bool {
     let options = &request.config().rootfs;
-    !request.pre_dump() && rootfs::wanted(options, &request.spec, &state.bundle, goes_on)
+    let named = (&*state.bundle, request.id());
+    !request.pre_dump() && rootfs::wanted(options, &request.spec, named, goes_on)
 }
 
 fn capture_files(request: &Request<'_>, state: &ContainerState) -> Result<(), Error> {

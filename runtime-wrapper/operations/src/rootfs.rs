@@ -43,7 +43,8 @@ pub const SHM_FILE: &str = "cryopod-shm.tar";
 pub const SHM: &str = "/dev/shm";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
-/// docker's namespace in containerd, a directory in the path of its bundles.
+/// docker's usual namespace in containerd, a directory in the path of its bundles. With `--userns-remap` and with
+/// `--containerd-namespace` it is another.
 const DOCKER: &str = "moby";
 /// Prefix of nerdctl's annotations.
 const NERDCTL: &str = "nerdctl/";
@@ -56,7 +57,12 @@ const OPAQUE: &str = ".wh..wh..opq";
 const CAPABILITY: &str = "security.capability";
 
 /// Returns true if this container's changes must be carried. `goes_on`: its processes run on when CRIU has dumped them.
-pub fn wanted(options: &RootfsOptions, spec: &Spec, bundle: &Path, goes_on: bool) -> bool {
+pub fn wanted(
+    options: &RootfsOptions,
+    spec: &Spec,
+    (bundle, id): (&Path, &str),
+    goes_on: bool,
+) -> bool {
     match (spec.annotation(ANNOTATION), options.carry) {
         (Some("on"), _) | (None, Carry::Always) => true,
         (Some(other), _) => {
@@ -66,14 +72,26 @@ pub fn wanted(options: &RootfsOptions, spec: &Spec, bundle: &Path, goes_on: bool
             false
         }
         (None, Carry::Never) => false,
-        (None, Carry::Auto) => goes_on || is_unpacked_again(spec, bundle),
+        (None, Carry::Auto) => goes_on || is_unpacked_again(spec, bundle, id),
     }
 }
 
 /// Returns true for an engine that unpacks containerd's checkpoint into a directory of its own: docker and nerdctl.
-pub fn is_unpacked_again(spec: &Spec, bundle: &Path) -> bool {
+pub fn is_unpacked_again(spec: &Spec, bundle: &Path, id: &str) -> bool {
     let mut above = bundle.parent().into_iter().flat_map(Path::file_name);
-    above.any(|name| name == DOCKER) || spec.annotations(NERDCTL).next().is_some()
+    above.any(|name| name == DOCKER)
+        || spec.annotations(NERDCTL).next().is_some()
+        || own_directory(spec, id).is_some()
+}
+
+/// Returns docker's directory of a container, from which it mounts files.
+pub fn own_directory(spec: &Spec, id: &str) -> Option<PathBuf> {
+    let mounts = spec.mounts();
+    let sources = mounts.iter().filter_map(|m| m.source().as_deref());
+    let mut above = sources.filter_map(Path::parent);
+    above
+        .find(|dir| dir.file_name().is_some_and(|name| name == id))
+        .map(Path::to_owned)
 }
 
 /// Returns podman's `/dev/shm` on the host, new with its container. Another one (the host's, a pod's) is others' too.

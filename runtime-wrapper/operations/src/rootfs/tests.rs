@@ -7,6 +7,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 #[test]
 fn whose_changes_are_carried() {
     let spec = |a: serde_json::Value| Spec::from_json(json!({ "annotations": a }));
+    let named = |bundle| (bundle, "c1");
     let docker = Path::new("/run/containerd/io.containerd.runtime.v2.task/moby/c1");
     let other = Path::new("/run/containerd/io.containerd.runtime.v2.task/default/moby");
     let auto = RootfsOptions::default();
@@ -32,15 +33,22 @@ fn whose_changes_are_carried() {
         (&never, &on, docker, true),
     ] {
         assert_eq!(
-            wanted(options, &spec(annotations.clone()), bundle, false),
+            wanted(options, &spec(annotations.clone()), named(bundle), false),
             expected,
             "{options:?} {annotations} {bundle:?}"
         );
     }
+    // docker in another namespace, as with `--userns-remap`.
+    let remapped = Spec::from_json(json!({"mounts": [{
+        "destination": "/etc/hostname",
+        "source": "/var/lib/docker/100000.100000/containers/c1/hostname",
+    }]}));
+    assert!(wanted(&auto, &remapped, named(other), false));
+    assert!(!wanted(&auto, &remapped, (other, "c2"), false));
     // Its engine packs the files when they have changed.
-    assert!(wanted(&auto, &spec(none.clone()), other, true));
-    assert!(!wanted(&auto, &spec(off), other, true));
-    assert!(!wanted(&never, &spec(none), other, true));
+    assert!(wanted(&auto, &spec(none.clone()), named(other), true));
+    assert!(!wanted(&auto, &spec(off), named(other), true));
+    assert!(!wanted(&never, &spec(none), named(other), true));
 }
 
 fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<()> {

@@ -1,7 +1,7 @@
 //! Finds out where an engine will keep a checkpoint.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use cryopod_archive::store::{KnownOrigins, Origin};
@@ -37,8 +37,8 @@ pub fn of(request: &Request<'_>) -> Option<Origin> {
         content,
         directory: None,
     };
-    if rootfs::is_unpacked_again(&request.spec, &request.bundle) {
-        let own = own_directory(&request.spec, request.id());
+    if rootfs::is_unpacked_again(&request.spec, &request.bundle, request.id()) {
+        let own = rootfs::own_directory(&request.spec, request.id());
         origin.directory = own
             .as_deref()
             .filter(|own| expects(own))
@@ -51,16 +51,6 @@ pub fn of(request: &Request<'_>) -> Option<Origin> {
 fn content(bundle: &Path) -> Option<KnownOrigins> {
     let work = fs::read_link(bundle.join(WORK)).ok()?;
     KnownOrigins::of(&work.ancestors().nth(3)?.join(CONTENT))
-}
-
-/// docker's directory of a container, from which it mounts files.
-fn own_directory(spec: &Spec, id: &str) -> Option<PathBuf> {
-    let mounts = spec.mounts();
-    let sources = mounts.iter().filter_map(|m| m.source().as_deref());
-    let mut above = sources.filter_map(Path::parent);
-    above
-        .find(|dir| dir.file_name().is_some_and(|name| name == id))
-        .map(Path::to_owned)
 }
 
 /// Returns true if docker has just made a directory for a checkpoint here. With `--checkpoint-dir` it makes one elsewhere.
@@ -90,8 +80,11 @@ mod tests {
             {"destination": "/data", "source": "/srv/data", "type": "bind"},
             {"destination": "/etc/hostname", "source": source, "type": "bind"},
         ]}));
-        assert_eq!(own_directory(&spec, "c1").as_deref(), Some(own.as_path()));
-        assert_eq!(own_directory(&spec, "c2"), None);
+        assert_eq!(
+            rootfs::own_directory(&spec, "c1").as_deref(),
+            Some(own.as_path())
+        );
+        assert_eq!(rootfs::own_directory(&spec, "c2"), None);
         fs::write(own.join("checkpoints/old/inventory.img"), "x").unwrap();
         assert!(!expects(&own), "another checkpoint is in it");
         fs::create_dir(own.join("checkpoints/new")).unwrap();
