@@ -17,6 +17,7 @@ mod planned;
 mod prepare;
 mod refused_before;
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -273,13 +274,14 @@ fn alive(host: &Host, state: &ContainerState) -> bool {
     live::is_alive(host, state.init)
 }
 
-/// Has the low-level runtime do something to the container; a failure is logged.
-fn ask(request: &Request<'_>, verb: &str) {
+/// Has the low-level runtime do something to the container. Returns false for a failure, which is logged.
+fn ask(request: &Request<'_>, verb: &str) -> bool {
     match state::verb(request.ctx, request.inv, verb, &request.tools) {
-        Ok(out) if out.code == 0 => {}
+        Ok(out) if out.code == 0 => return true,
         Ok(out) => tracing::warn!("{verb}: {}", out.stderr.trim()),
         Err(e) => tracing::warn!("{verb}: {e}"),
     }
+    false
 }
 
 /// A container that its engine had paused (containerd and docker do, before every checkpoint), thawed: the driver does
@@ -305,8 +307,40 @@ impl<'a> Thawed<'a> {
 impl Drop for Thawed<'_> {
     fn drop(&mut self) {
         if alive(&self.request.host, self.state) {
-            ask(self.request, "pause");
-            pause::unmark_thawed(&state::directory(self.request.ctx, self.request.inv));
+            let paused = ask(self.request, "pause");
+            let directory = state::directory(self.request.ctx, self.request.inv);
+            end_thawed(paused, &self.request.host, self.state.init, &directory);
         }
+    }
+}
+
+/// Removes the mark of a container that is paused again. One that is not keeps it, for the engine's `resume`. runc gives
+/// up after 10 s, and would leave it to freeze later (cgroup v2).
+fn end_thawed(paused: bool, host: &Host, init: i32, state_directory: &Path) {
+    match paused {
+        true => drop(pause::unmark_thawed(state_directory)),
+        false => frozen::thaw_left(host, init),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_test_files::TestFiles;
+
+    #[test]
+    fn a_container_that_cannot_be_paused_again_runs_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let freeze = dir.path().join("sys/fs/cgroup/c/cgroup.freeze");
+        dir.put("proc/7/cgroup", "0::/c\n");
+        dir.put("sys/fs/cgroup/c/cgroup.freeze", "1\n");
+        let host = Host::at(dir.path());
+        pause::mark_thawed(dir.path()).unwrap();
+        end_thawed(false, &host, 7, dir.path());
+        assert_eq!(std::fs::read(&freeze).unwrap(), b"0\n");
+        dir.put("sys/fs/cgroup/c/cgroup.freeze", "1\n");
+        end_thawed(true, &host, 7, dir.path());
+        assert_eq!(std::fs::read(&freeze).unwrap(), b"1\n");
+        assert!(!pause::unmark_thawed(dir.path()), "it was removed");
     }
 }
