@@ -203,7 +203,7 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
         pause_outside_vfork(request, state);
         // A running container cannot be asked for its files; an engine that carries none has paused it.
         if state.paused && carries_files(request, state, false) {
-            capture_files(request, state)?;
+            capture_files(request, state, None)?;
         }
         let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
         let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
@@ -264,10 +264,20 @@ fn carries_files(request: &Request<'_>, state: &ContainerState, goes_on: bool) -
     !request.pre_dump() && rootfs::wanted(options, &request.spec, named, goes_on)
 }
 
-fn capture_files(request: &Request<'_>, state: &ContainerState) -> Result<(), Error> {
+fn capture_files(
+    request: &Request<'_>,
+    state: &ContainerState,
+    operation: Option<&Path>,
+) -> Result<(), Error> {
     let container = state.container(&request.spec, &request.mounts);
     let options = &request.config().rootfs;
-    rootfs::capture(options, &request.host, &container, &request.images)
+    rootfs::capture(
+        options,
+        &request.host,
+        &container,
+        &request.images,
+        operation,
+    )
 }
 
 fn alive(host: &Host, state: &ContainerState) -> bool {

@@ -132,12 +132,13 @@ pub fn open_in_volume(
 }
 
 /// Packs the changes of the container with the init process `init` and its `/dev/shm` into the image directory, with its
-/// cgroup frozen. Only logs a warning where the root is no overlay, as then nobody knows what has changed.
+/// cgroup frozen; if this process is killed, `operation` says how to thaw it. Only logs a warning where the root is no overlay, as then nobody knows what has changed.
 pub fn capture(
     options: &RootfsOptions,
     host: &Host,
     container: &ContainerRoot<'_>,
     images: &Path,
+    operation: Option<&Path>,
 ) -> Result<(), Error> {
     let failed = |what: String| {
         Error::Failed(format!(
@@ -160,7 +161,7 @@ pub fn capture(
     let upper = upper
         .as_ref()
         .map(|upper| (upper.open(), upper.path(), FILE));
-    let _frozen = Frozen::of(host, container.init).map_err(failed)?;
+    let _frozen = Frozen::of(host, container.init, operation).map_err(failed)?;
     for (directory, path, name) in shm.into_iter().chain(upper) {
         let partial = images.join(format!(".{name}.partial"));
         let done = directory

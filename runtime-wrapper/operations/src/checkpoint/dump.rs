@@ -116,7 +116,8 @@ pub(super) fn dump(
         let mut answer = Ok(());
         if request.ends && question.stage == LAST_STAGE {
             // CRIU lets go of processes that must not run on.
-            let stopped = Frozen::stopped(&request.host, completion.state.init);
+            let stopped =
+                Frozen::stopped(&request.host, completion.state.init, completion.op.dir());
             answer = stopped.map(|cgroup| frozen = Some(cgroup));
         }
         let answer = answer.and_then(|()| completion.at(&question.stage));
@@ -212,7 +213,8 @@ impl Completion<'_> {
         let lost = no_exec_processes(self.request, self.state, true);
         lost.map_err(|e| e.to_string())?;
         if self.planned.carries_files {
-            capture_files(self.request, self.state).map_err(|e| e.to_string())?;
+            let captured = capture_files(self.request, self.state, Some(self.op.dir()));
+            captured.map_err(|e| e.to_string())?;
         }
         self.metadata.timings.dump_us = micros(self.since.elapsed());
         // A container that goes on running need not wait for the VRAM files; the metadata must. One that its engine had

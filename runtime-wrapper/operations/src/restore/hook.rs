@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use crate::restore::network_settings::{self, NetworkSettings};
 use crate::restore::new_container::{self, NewContainer};
+use crate::rootfs::frozen;
 use crate::run::action_script::Stage;
 
 /// Asks the wrapper whether CRIU may go on, and exits with its answer. `called_as`: this program's name, in the
@@ -33,6 +34,7 @@ pub fn run(called_as: &Path) -> ExitCode {
         }
         Ok(false) => ExitCode::FAILURE,
         Err(e) => {
+            frozen::thaw_noted(directory);
             eprintln!(
                 "cryopod: stage {}: the runtime wrapper does not answer ({e}); CRIU stops here",
                 stage.name

@@ -19,11 +19,17 @@ const TICK: Duration = Duration::from_millis(1);
 const OF_CRUN: &str = ".proxy-crun";
 
 /// The frozen cgroup of a container's init process. Dropped, it is as it was.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Frozen {
     /// The file to write to, and the text that thaws; `None` if the cgroup was frozen already, or needs no freezing.
     thaw: Option<(PathBuf, &'static str)>,
+    /// Says how to thaw it if this process is killed: [`thaw_noted`].
+    note: Option<PathBuf>,
 }
+
+/// In an operation's directory while a cgroup is frozen: the file to write to, and the text that thaws.
+const NOTE: &str = "frozen";
+const NOTE_MAX: u64 = 64 << 10;
 
 struct Freezer {
     dir: PathBuf,
@@ -100,20 +106,26 @@ impl Freezer {
         }
     }
 
-    fn freeze(&self) -> io::Result<Frozen> {
+    /// Freezes it; `operation` gets the note.
+    fn freeze(&self, operation: Option<&Path>) -> io::Result<Frozen> {
         if self.is_frozen() {
-            return Ok(Frozen { thaw: None });
+            return Ok(Frozen::default());
         }
         let (freeze, thaw) = if self.v2 {
             ("1", "0")
         } else {
             ("FROZEN", "THAWED")
         };
-        write(&self.file(), freeze)?;
+        let note = operation.map(|operation| operation.join(NOTE));
+        if let Some(note) = &note {
+            std::fs::write(note, serde_json::to_vec(&(self.file(), thaw))?)?;
+        }
         // From here on the drop thaws it, whatever happens.
         let frozen = Frozen {
             thaw: Some((self.file(), thaw)),
+            note,
         };
+        write(&self.file(), freeze)?;
         match wait_until(LIMIT, TICK, || self.is_frozen()) {
             true => Ok(frozen),
             false => Err(io::ErrorKind::TimedOut.into()),
@@ -147,16 +159,16 @@ fn write(file: &Path, text: &str) -> io::Result<()> {
 
 impl Frozen {
     /// Freezes the cgroup of the container with the init process `init`, whose process tree is stopped. Where no cgroup
-    /// can be frozen, the tree must be all that the cgroup has.
+    /// can be frozen, the tree must be all that the cgroup has. If this process is killed, `operation` says how to thaw it.
     ///
     /// # Errors
     /// A text that names a process which would go on running.
-    pub fn of(host: &Host, init: i32) -> Result<Self, String> {
-        let nothing = Self { thaw: None };
+    pub fn of(host: &Host, init: i32, operation: Option<&Path>) -> Result<Self, String> {
+        let nothing = Self::default();
         let Some(freezer) = Freezer::of(host, init) else {
             return Ok(nothing);
         };
-        let why = match freezer.freeze() {
+        let why = match freezer.freeze(operation) {
             Ok(frozen) => return Ok(frozen),
             Err(e) => e,
         };
@@ -175,14 +187,15 @@ impl Frozen {
 }
 
 impl Frozen {
-    /// Freezes the cgroup of a container whose process tree is stopped.
+    /// Freezes the cgroup of a container whose process tree is stopped. If this process is killed, `operation` says how
+    /// to thaw it.
     ///
     /// # Errors
     /// A text that says why it cannot be frozen.
-    pub fn stopped(host: &Host, init: i32) -> Result<Self, String> {
+    pub fn stopped(host: &Host, init: i32, operation: &Path) -> Result<Self, String> {
         let freezer = Freezer::of(host, init);
         let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
-        let frozen = freezer.freeze();
+        let frozen = freezer.freeze(Some(operation));
         frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))
     }
 
@@ -203,7 +216,7 @@ impl Frozen {
                 write(&procs, &text).map_err(|e| format!("{}: {text}: {e}", procs.display()))?;
             }
         }
-        let frozen = freezer.freeze();
+        let frozen = freezer.freeze(None);
         let mut frozen = frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))?;
         frozen.thaw = None;
         Ok(())
@@ -252,6 +265,19 @@ fn hierarchy(host: &Host, controllers: &str, has: &Path) -> Option<PathBuf> {
     let roots = roots.map(|name| host.path("/sys/fs/cgroup").join(name));
     let has = has.strip_prefix("/").unwrap_or(has);
     roots.into_iter().find(|root| root.join(has).is_dir())
+}
+
+/// Thaws the cgroup that the killed wrapper of the operation in this directory had frozen, if it had.
+pub fn thaw_noted(operation: &Path) {
+    let note = operation.join(NOTE);
+    let noted = read_bounded(&note, NOTE_MAX).ok();
+    let noted = noted.and_then(|text| serde_json::from_slice::<(PathBuf, String)>(&text).ok());
+    if let Some((file, thaw)) = noted {
+        let thawed = write(&file, &thaw);
+        tracing::warn!("{}: was left frozen: {thawed:?}", file.display());
+        // Whoever freezes it from now on wants that.
+        let _ = std::fs::remove_file(note);
+    }
 }
 
 /// Thaws a cgroup, so that its killed processes end.
@@ -317,6 +343,9 @@ impl Drop for Frozen {
                 file.display()
             );
         }
+        if let Some(note) = &self.note {
+            let _ = std::fs::remove_file(note);
+        }
     }
 }
 
@@ -368,9 +397,27 @@ mod tests {
         ] {
             let events = ("sys/fs/cgroup/c/cgroup.events", "populated 1\nfrozen 1\n");
             let (dir, host) = host(cgroups, &[(file, frozen), events]);
-            drop(Frozen::of(&host, 7).unwrap());
+            drop(Frozen::of(&host, 7, None).unwrap());
             assert_eq!(fs::read_to_string(dir.path().join(file)).unwrap(), frozen);
         }
+    }
+
+    #[test]
+    fn what_a_killed_wrapper_has_frozen_is_thawed() {
+        let file = "sys/fs/cgroup/freezer/c/freezer.state";
+        let (dir, host) = host("3:cpu,freezer:/c\n0::/\n", &[(file, "THAWED")]);
+        let operation = tempfile::tempdir().unwrap();
+        let state = || fs::read_to_string(dir.path().join(file)).unwrap();
+        let freeze = || Frozen::of(&host, 7, Some(operation.path())).unwrap();
+        std::mem::forget(freeze());
+        assert_eq!(state(), "FROZEN");
+        thaw_noted(operation.path());
+        assert_eq!(state(), "THAWED");
+        drop(freeze());
+        // Somebody else pauses the container later.
+        dir.put(file, "FROZEN");
+        thaw_noted(operation.path());
+        assert_eq!(state(), "FROZEN");
     }
 
     #[test]
@@ -413,10 +460,10 @@ mod tests {
         );
         // Opening it for writing fails, also for root.
         dir.dir("sys/fs/cgroup/c/cgroup.freeze");
-        Frozen::of(&host, 7).unwrap();
+        Frozen::of(&host, 7, None).unwrap();
         let below = dir.path().join("sys/fs/cgroup/c/below/cgroup.procs");
         fs::write(below, "8\n").unwrap();
-        let error = Frozen::of(&host, 7).unwrap_err();
+        let error = Frozen::of(&host, 7, None).unwrap_err();
         assert!(error.contains("process 8"), "{error}");
         assert!(!error.contains('\x1b'), "{error:?}");
     }

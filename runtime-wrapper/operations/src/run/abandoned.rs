@@ -1,4 +1,4 @@
-//! Ends what a killed wrapper has left of a container that it was restoring.
+//! Ends what a killed wrapper has left of a container that it was restoring, and thaws one that it was checkpointing.
 //!
 //! CRIU asks nobody after its last stages, and the container's processes would run, or stay frozen, with no runtime that
 //! knows of them. So the operation's directory names the container's cgroups while they are filled. The next operation,
@@ -128,8 +128,9 @@ impl RestoreNote {
     }
 }
 
-/// Ends what the directory of a dead wrapper names: its CRIU, the processes in the container's cgroups, and mounts.
+/// Thaws the cgroup that a dead wrapper's directory names, and ends what else it names: its CRIU, the processes in the container's cgroups, and mounts.
 pub fn end(directory: &Path) {
+    frozen::thaw_noted(directory);
     let Some(left) = RestoreNote::noted(directory) else {
         return;
     };
