@@ -146,7 +146,7 @@ pub fn discard(images: &Path) {
 }
 
 /// Returns containerd's directory for temporary files, if this process still has containerd's environment.
-fn temporary() -> PathBuf {
+pub fn temporary() -> PathBuf {
     let named = |name| std::env::var_os(name).filter(|v| !v.is_empty());
     named("XDG_RUNTIME_DIR")
         .or_else(|| named("TMPDIR"))

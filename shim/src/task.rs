@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use containerd_shim::api::{
@@ -24,9 +25,11 @@ use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
 use crate::{criu, options, threads, ttrpc::rpc};
+use cryopod_archive::format::names;
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::limited;
+use cryopod_host::processes::stat::Stat;
 use cryopod_host::spec::Spec;
 
 /// The log that the stock shim makes the runtime write, in the bundle.
@@ -46,6 +49,9 @@ const EXIT: [u8; 2] = [1 << 3, 1];
 const RESUME: Duration = Duration::from_secs(30);
 /// Time limit for the stock shim to report the state of a container whose restore it is giving up.
 const STATE: Duration = Duration::from_secs(30);
+/// Time for the stock shim to learn that a container has ended.
+const EXIT_NOTICE: Duration = Duration::from_secs(1);
+
 #[derive(Debug)]
 pub enum Fate {
     /// Forward it unchanged.
@@ -184,14 +190,26 @@ impl Tasks {
 
     /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
+        let complete = checkpoint.images.join(names::METADATA).exists();
         // It answers when the checkpoint has succeeded or failed.
-        let lives = self.state(&checkpoint.id).is_some_and(|state| {
-            let running = containerd_shim::api::Status::RUNNING.into();
-            state.status == running || state.status == containerd_shim::api::Status::PAUSED.into()
-        });
-        // Of a container that has ended they are all that is left.
+        let mut lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
+        if lives && complete {
+            // CRIU may just have killed the container, of which the stock shim learns later.
+            thread::sleep(EXIT_NOTICE);
+            let state = self.state(&checkpoint.id);
+            lives = state.is_some_and(|s| is_started(&s) && has_process(&s));
+        }
         if lives {
             restore::discard(&checkpoint.images);
+        } else if complete {
+            // Of a container that has ended they are all that is left.
+            let marked = File::create(checkpoint.images.join(names::ONLY_COPY));
+            eprintln!(
+                "cryopod: {}: the only checkpoint of {}, which containerd did not pack{}",
+                checkpoint.images.display(),
+                checkpoint.id,
+                marked.map_or_else(|e| format!("; kept for a day: {e}"), |_| String::new())
+            );
         }
     }
 
@@ -521,6 +539,18 @@ impl Tasks {
             status.set_message(format!("{reason} ({})", status.message()));
         }
     }
+}
+
+fn is_started(state: &StateResponse) -> bool {
+    use containerd_shim::api::Status::{PAUSED, RUNNING};
+    state.status == RUNNING.into() || state.status == PAUSED.into()
+}
+
+/// Returns true if the container's first process is there, and not exiting.
+fn has_process(state: &StateResponse) -> bool {
+    let pid = i32::try_from(state.pid).ok();
+    let process = pid.and_then(|pid| Stat::read(&Host::system(), pid));
+    process.is_some_and(|process| !process.exiting)
 }
 
 fn parsed<M: Message>(payload: &[u8]) -> Option<M> {

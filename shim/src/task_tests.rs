@@ -1,4 +1,10 @@
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixListener;
+
+use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
+
 use super::*;
+use crate::ttrpc::frame::Frame;
 
 fn made(method: &str, payload: Vec<u8>) -> Request {
     let mut request = Request::new();
@@ -155,4 +161,48 @@ fn an_annotation_ends_what_no_engine_ends() {
     assert_eq!(got.options.value, [8, 1]);
     checkpoint.options = MessageField::some(Any::new());
     assert!(matches!(tasks.request(&request(&checkpoint)).0, Fate::Pass));
+}
+
+/// The stock shim says that the container runs until it has learned of its end.
+#[test]
+fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("stock");
+    let stock = UnixListener::bind(&path).unwrap();
+    let mut child = Command::new("true").spawn().unwrap();
+    let pids = [std::process::id(), child.id()];
+    let answers = thread::spawn(move || {
+        for pid in pids.into_iter().flat_map(|pid| [pid; 2]) {
+            let (mut client, _) = stock.accept().unwrap();
+            let mut frame = Frame::read(&mut client).unwrap().unwrap();
+            let mut state = StateResponse::new();
+            state.status = containerd_shim::api::Status::RUNNING.into();
+            state.pid = pid;
+            let mut response = rpc::failure(Code::OK, "");
+            response.payload = state.write_to_bytes().unwrap();
+            frame.header.type_ = MESSAGE_TYPE_RESPONSE;
+            frame.body = response.write_to_bytes().unwrap();
+            frame.write(&mut client).unwrap();
+        }
+    });
+    let upstream = Address(path.to_str().unwrap().to_owned());
+    let tasks = Tasks::new(None, upstream, "default");
+    for kept in [false, true] {
+        let number = format!("{}{}", std::process::id(), u8::from(kept));
+        let images = restore::temporary().join(format!("ctrd-checkpoint{number}"));
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&images)
+            .unwrap();
+        std::fs::write(images.join(names::METADATA), "{}").unwrap();
+        tasks.abandoned(&PackedCheckpoint {
+            id: "c1".into(),
+            images: images.clone(),
+        });
+        assert_eq!(images.join(names::ONLY_COPY).exists(), kept);
+        assert_eq!(images.exists(), kept);
+        let _ = std::fs::remove_dir_all(images);
+    }
+    answers.join().unwrap();
+    child.wait().unwrap();
 }

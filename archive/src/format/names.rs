@@ -49,6 +49,8 @@ pub const CONTAINERD_RW: &str = "rw.tar";
 
 /// The reference to the store that has a checkpoint's large files. In CRIU's image directory and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
+/// Marks an image directory of containerd's that the shim keeps: its container has ended, and nobody packed it.
+pub const ONLY_COPY: &str = ".cryopod-only-copy";
 /// The list of a checkpoint's files in a place, with their digests.
 pub const LISTING: &str = "cryopod-files.json";
 pub const LISTING_PARTIAL: &str = ".cryopod-files.json.partial";

@@ -248,7 +248,12 @@ fn forgotten_image_directories_go() {
     let (forgotten, _) = private(2, 1);
     let (elses, reference) = private(3, 1);
     fs::remove_file(elses.join(names::STORE_REFERENCE)).unwrap();
+    let (only, _) = private(4, 0);
+    only.put(names::ONLY_COPY, "");
+    let old = SystemTime::now() - 2 * LEFTOVER;
+    let times = fs::FileTimes::new().set_modified(old);
+    fs::File::open(&only).unwrap().set_times(times).unwrap();
     assert_eq!(bed.clean(&[]), 2);
-    assert!(passing.exists() && !forgotten.exists());
+    assert!(passing.exists() && !forgotten.exists() && only.exists());
     assert!(elses.exists(), "no checkpoint of ours: {}", reference.id);
 }

@@ -212,8 +212,11 @@ fn device(path: &Path) -> Option<u64> {
 }
 
 /// Returns true for an image directory that nobody works with any more: a killed containerd leaves it, and the stock shim
-/// that of each restore.
+/// that of each restore. Not one that is all that is left of a container.
 fn forgotten(path: &Path) -> bool {
+    if path.join(names::ONLY_COPY).exists() {
+        return false;
+    }
     let made = path.symlink_metadata().and_then(|m| m.modified());
     made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > PASSING))
 }
