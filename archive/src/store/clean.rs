@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::holders::{Holders, remove_forgotten};
+use super::holders::{DOCKER, Holder, Holders, remove_forgotten};
 use super::list::{StoreEntry, list, remove, removed_name};
 use super::origin::KnownOrigins;
 use super::{Reference, StoreError};
@@ -17,7 +17,8 @@ use crate::temporary::abandoned;
 const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 
 /// Removes the entries of a store of this host alone that are older than `grace` and that nothing refers to, and what killed
-/// processes left. `others`: directories to search beside those that the entries' records name.
+/// processes left. `others`: directories to search beside those that the entries' records name. `used_in`: those in which
+/// checkpoints stay.
 ///
 /// At any time, even if the process is killed, an entry that something refers to is whole.
 ///
@@ -26,6 +27,7 @@ const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 pub fn clean(
     store: &Path,
     others: &[PathBuf],
+    used_in: &[PathBuf],
     grace: Duration,
 ) -> Result<Vec<Reference>, StoreError> {
     sweep(store, Duration::ZERO);
@@ -37,8 +39,14 @@ pub fn clean(
     }
     remove_forgotten(&entries)?;
     let first = Holders::find(&entries, others)?;
+    // In another directory there may be a copy that goes before the checkpoint itself.
+    let stays = |h: &&Holder| {
+        let below = &h.below;
+        let own = below == Path::new(DOCKER) || !others.contains(below);
+        !h.passing && (own || used_in.contains(below))
+    };
     for entry in &entries {
-        settle(entry, &first)?;
+        settle(entry, first.of(entry).filter(stays))?;
     }
     let unused = |holders: &Holders, e: &StoreEntry| holders.of(e).next().is_none();
     let candidates: Vec<&StoreEntry> = entries
@@ -72,11 +80,13 @@ pub fn clean(
 }
 
 /// Notes where an entry is referred to that was not known.
-fn settle(entry: &StoreEntry, holders: &Holders) -> Result<(), StoreError> {
+fn settle<'a>(
+    entry: &StoreEntry,
+    mut stays: impl Iterator<Item = &'a Holder>,
+) -> Result<(), StoreError> {
     let Some(origin) = entry.origin.as_ref().filter(|o| o.elsewhere) else {
         return Ok(());
     };
-    let mut stays = holders.of(entry).filter(|h| !h.passing);
     let Some(directory) = stays.find_map(|h| KnownOrigins::of(&h.below)) else {
         return Ok(());
     };

@@ -92,7 +92,12 @@ impl Bed {
     }
 
     fn clean(&self, others: &[PathBuf]) -> usize {
-        clean(&self.store, others, Duration::ZERO).unwrap().len()
+        self.clean_with(others, &[])
+    }
+
+    fn clean_with(&self, others: &[PathBuf], used_in: &[PathBuf]) -> usize {
+        let removed = clean(&self.store, others, used_in, Duration::ZERO);
+        removed.unwrap().len()
     }
 
     fn entries(&self) -> usize {
@@ -168,7 +173,7 @@ fn what_is_new_unknown_or_elsewhere_stays() {
     assert_eq!(bed.clean(&[]), 0, "elsewhere");
     gone(Some(&bed.origin()), 3);
     let hour = Duration::from_secs(3600);
-    assert_eq!(clean(&bed.store, &[], hour).unwrap().len(), 0, "new");
+    assert_eq!(clean(&bed.store, &[], &[], hour).unwrap().len(), 0, "new");
     assert_eq!(bed.clean(&[]), 1);
     assert_eq!(bed.entries(), 2);
 }
@@ -206,9 +211,26 @@ fn what_was_elsewhere_is_known_once_it_is_seen() {
     fs::remove_dir_all(images).unwrap();
     let named = [bed.containers.clone()];
     assert_eq!(bed.clean(&[]), 0, "passing by is not staying");
-    assert_eq!(bed.clean(&named), 0);
+    assert_eq!(bed.clean_with(&named, &named), 0);
     fs::remove_dir_all(kept).unwrap();
-    assert_eq!(bed.clean(&named), 1);
+    assert_eq!(bed.clean_with(&named, &named), 1);
+}
+
+#[test]
+fn a_copy_that_goes_does_not_take_the_entry_with_it() {
+    let bed = Bed::new();
+    let elsewhere = Origin {
+        elsewhere: true,
+        directory: None,
+        ..bed.origin()
+    };
+    let (images, _) = bed.checkpoint(1, Some(&elsewhere));
+    let copy = bed.kept(&images, "cp");
+    fs::remove_dir_all(images).unwrap();
+    let allowed = [bed.containers.clone()];
+    assert_eq!(bed.clean(&allowed), 0);
+    fs::remove_dir_all(copy).unwrap();
+    assert_eq!(bed.clean(&allowed), 0, "nobody knows where it is");
 }
 
 #[test]

@@ -29,7 +29,7 @@ const DEPTH: usize = 4;
 const PASSING: Duration = Duration::from_secs(24 * 3600);
 
 /// Where docker and containerd usually are. A checkpoint may come from one and be given to the other.
-const DOCKER: &str = "/var/lib/docker/containers";
+pub(super) const DOCKER: &str = "/var/lib/docker/containers";
 const CONTENT: &str = "/var/lib/containerd/io.containerd.content.v1.content";
 
 /// The places that refer to entries, by the entry's id.

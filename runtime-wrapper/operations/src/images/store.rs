@@ -164,7 +164,8 @@ pub fn clean(config: &Config) -> Result<Vec<Reference>, Error> {
     let failed =
         |e: String| Error::Failed(format!("{}: nothing was removed: {e}", store.display()));
     let places = places(config).map_err(&failed)?;
-    store::clean(store, &places, config.store.grace()).map_err(|e| failed(e.to_string()))
+    store::clean(store, &places, &config.store.used_in, config.store.grace())
+        .map_err(|e| failed(e.to_string()))
 }
 
 /// The directories of the configuration with checkpoints that may need an entry.
