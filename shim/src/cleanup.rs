@@ -22,6 +22,8 @@ const DELETE: Duration = Duration::from_secs(10);
 /// Number of attempts: the last processes of a killed runtime exit one after the other.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(200);
+/// What runc and crun know of a container, in its state directory.
+const STATES: [&str; 2] = ["state.json", "status"];
 
 /// Where the low-level runtime keeps a container.
 #[derive(Debug, Clone)]
@@ -77,7 +79,8 @@ impl StatePlace {
 /// Removes the runtime's state directory of a container that no longer exists.
 pub fn sweep(directory: &Path) {
     // With a state file it is still a container, and belongs to the runtime.
-    if !directory.is_dir() || directory.join("state.json").exists() {
+    let known = || STATES.iter().any(|name| directory.join(name).exists());
+    if !directory.is_dir() || known() {
         return;
     }
     unmount_below(directory);
@@ -99,10 +102,12 @@ mod tests {
             criu: Vec::new(),
         };
         fs::create_dir_all(place.directory().join("criu-root")).unwrap();
-        fs::write(place.directory().join("state.json"), "{}").unwrap();
-        sweep(&place.directory());
-        assert!(place.directory().exists());
-        fs::remove_file(place.directory().join("state.json")).unwrap();
+        for state in STATES.map(|name| place.directory().join(name)) {
+            fs::write(&state, "{}").unwrap();
+            sweep(&place.directory());
+            assert!(place.directory().exists());
+            fs::remove_file(state).unwrap();
+        }
         place.end();
         assert!(!place.directory().exists());
         let none = StatePlace {
