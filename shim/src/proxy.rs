@@ -170,10 +170,14 @@ impl ProxyLink {
                 }
                 // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.
                 (Some(watched), Ok(response)) => {
-                    let link = Arc::clone(self);
-                    spawn("failed call", move || {
+                    let (link, unchanged) = (Arc::clone(self), frame.clone());
+                    let spawned = spawn("failed call", move || {
                         let _ = link.answer(&frame, &link.tasks.response(watched, response));
-                    })?;
+                    });
+                    // Without a connection containerd would delete all containers.
+                    if spawned.is_err() {
+                        unchanged.write(&mut *lock(&self.client))?;
+                    }
                 }
                 _ => frame.write(&mut *lock(&self.client))?,
             }
