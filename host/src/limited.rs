@@ -16,6 +16,9 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// How long the output of a program that has ended may take to end: its children may hold it open.
 const REST: Duration = Duration::from_millis(500);
 
+/// The longest limit. `Instant` does not reach those that a stranger may state, as OCI's hooks do.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// How long a program may run.
 #[derive(Debug, Clone, Copy)]
 pub struct ProgramLimit {
@@ -42,7 +45,7 @@ pub fn run(
     limit: impl Into<ProgramLimit>,
 ) -> io::Result<Output> {
     let limit = limit.into();
-    let until = Instant::now() + limit.time;
+    let until = end_of(limit.time);
     if stdin.is_some() {
         command.stdin(Stdio::piped());
     }
@@ -62,9 +65,13 @@ pub fn run(
     }
     if !limit.grace.is_zero() {
         let _ = kill(pid(&child), Signal::SIGTERM);
-        ended(&mut child, Instant::now() + limit.grace)?;
+        ended(&mut child, end_of(limit.grace))?;
     }
     Err(give_up(&mut child, limit.time))
+}
+
+fn end_of(limit: Duration) -> Instant {
+    Instant::now() + limit.min(LONGEST)
 }
 
 fn pid(child: &Child) -> Pid {
@@ -85,7 +92,7 @@ fn ended(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
 
 /// Asks again after each `pause` until it is so, and returns true, or until the time is up.
 pub fn wait_until(limit: Duration, pause: Duration, mut is_so: impl FnMut() -> bool) -> bool {
-    let end = Instant::now() + limit;
+    let end = end_of(limit);
     loop {
         if is_so() {
             return true;
@@ -187,6 +194,7 @@ mod tests {
         // Far more than a pipe takes, and nobody reads it.
         let said = sh("exit 0", &vec![0; 1 << 20], LONG).unwrap();
         assert!(said.status.success());
+        sh("exit 0", b"", Duration::MAX).unwrap();
         let much = sh("head -c 20000000 /dev/zero", b"", LONG).unwrap();
         assert_eq!(
             (much.status.code(), much.stdout.len()),

@@ -33,7 +33,15 @@ pub fn unpack(
     let root = File::open(root)?;
     let tar = open_regular(tar)?;
     // Checks all of it before changing anything of the container.
-    each(&tar, bounds, &mut |record| record.place().map(drop))?;
+    each(&tar, bounds, &mut |record| {
+        let regular = record.header.entry_type() == EntryType::Regular;
+        if let Some((_, Name::There(_))) = record.place()?
+            && regular
+        {
+            modified(record)?;
+        }
+        Ok(())
+    })?;
     each(&tar, bounds, &mut |record| {
         rights.limit(record)?;
         one(record, &root)
@@ -127,6 +135,12 @@ fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
     Ok(name.map(|n| (clean.parent().map(Path::to_owned).unwrap_or_default(), n)))
 }
 
+fn modified(entry: &TarRecord<'_>) -> io::Result<SystemTime> {
+    let since = Duration::from_secs(entry.header.mtime()?);
+    let modified = SystemTime::UNIX_EPOCH.checked_add(since);
+    modified.ok_or_else(|| io::Error::other("no clock shows the time of its last change"))
+}
+
 fn one(entry: &mut TarRecord<'_>, root: &File) -> io::Result<()> {
     let Some((parent, name)) = entry.place()? else {
         return Ok(());
@@ -210,8 +224,7 @@ fn file(
         if let Some(value) = &entry.capability {
             fsetxattr(&out, CAPABILITY, value, XattrFlags::empty())?;
         }
-        let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header.mtime()?);
-        out.set_modified(stamp)?;
+        out.set_modified(modified(entry)?)?;
         if in_the_way {
             directory.remove(name)?;
         }

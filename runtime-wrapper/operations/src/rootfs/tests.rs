@@ -237,6 +237,15 @@ fn bounds() {
     dir.put(FILE, header.as_bytes());
     let e = refused(&RootfsOptions::default());
     assert!(e.contains("more than 64 GiB (rootfs.max_gib"), "{e}");
+    // A time that no clock shows.
+    header.set_size(0);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_mtime(u64::MAX);
+    header.set_cksum();
+    dir.put(FILE, header.as_bytes());
+    let e = refused(&RootfsOptions::default());
+    assert!(e.contains("/big: no clock"), "{e}");
     // Records that would be read into memory, and malicious ones.
     let write = |kind, size: u64, text: &[u8]| {
         let mut header = tar::Header::new_gnu();
