@@ -27,7 +27,7 @@ use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
 use crate::ttrpc::frame::Frame;
-use crate::{Error, stock, ttrpc::rpc};
+use crate::{Error, restore, stock, ttrpc::rpc};
 
 /// The descriptor in which `start` hands over the listening socket.
 pub const LISTENER: RawFd = 3;
@@ -67,6 +67,7 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     ours.remove();
     let is_quiet = || open.load(Ordering::Acquire) == 0;
     wait_until(LAST_WORDS, Duration::from_millis(5), is_quiet);
+    restore::wait_for_removals();
     Ok(ExitCode::SUCCESS)
 }
 

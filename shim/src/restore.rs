@@ -8,15 +8,19 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use serde_json::Value;
 
 use cryopod_host::containerd::is_image_directory;
+use cryopod_host::limited::wait_until;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
 use holder::NamespaceHolder;
+
+use crate::threads;
 
 /// Our directory in a bundle, for the network namespace.
 const DIRECTORY: &str = "cryopod";
@@ -27,6 +31,10 @@ const PRIVATE: u32 = 0o700;
 /// Attempts to remove a directory into which somebody may still write.
 const TRIES: u32 = 50;
 const PAUSE: Duration = Duration::from_millis(200);
+/// Time limit of a removal of images when the shim ends.
+const REMOVAL: Duration = Duration::from_secs(600);
+/// The threads that remove images.
+static REMOVALS: AtomicUsize = AtomicUsize::new(0);
 
 /// The restore that containerd's Create asks for.
 #[derive(Debug, Clone, Copy)]
@@ -125,10 +133,24 @@ impl Drop for Restoring {
         if !self.done {
             remove(&self.bundle);
         }
-        if let Some(copy) = &self.copy {
+        let Some(copy) = self.copy.take() else { return };
+        REMOVALS.fetch_add(1, Ordering::AcqRel);
+        let removed = copy.clone();
+        // Large images take a while to remove; neither containerd nor other containers need wait.
+        let spawned = threads::spawn("images", move || {
+            let _ = fs::remove_dir_all(removed);
+            REMOVALS.fetch_sub(1, Ordering::AcqRel);
+        });
+        if spawned.is_err() {
             let _ = fs::remove_dir_all(copy);
+            REMOVALS.fetch_sub(1, Ordering::AcqRel);
         }
     }
+}
+
+/// Waits until no thread removes images any more. With this process it would end.
+pub fn wait_for_removals() {
+    wait_until(REMOVAL, PAUSE, || REMOVALS.load(Ordering::Acquire) == 0);
 }
 
 /// Removes the images of a checkpoint that containerd no longer packs. A killed CRIU may still be writing into them.
@@ -241,6 +263,7 @@ mod tests {
             assert_eq!(restoring.pid(), None);
             restoring.succeeded();
             drop(Restoring::prepare(wanted, dir.path()).unwrap());
+            wait_for_removals();
             images.exists()
         };
         let copy = dir.path().join("ctrd-checkpoint1234567890");

@@ -24,7 +24,7 @@ use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
-use crate::{criu, options, threads, ttrpc::rpc};
+use crate::{criu, options, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
@@ -253,7 +253,8 @@ impl Tasks {
     }
 
     fn forget(&self, id: &str) {
-        if let Some(mut gone) = self.lock().remove(id) {
+        let gone = self.lock().remove(id);
+        if let Some(mut gone) = gone {
             gone.give_up();
             restore::remove(&gone.bundle);
         }
@@ -317,11 +318,12 @@ impl Tasks {
         for held in container.waiting.drain(..) {
             held.pass();
         }
-        if let Some(restoring) = container.restoring.take()
+        let restoring = container.restoring.take();
+        drop(containers);
+        if let Some(restoring) = restoring
             && !failed
         {
-            // Large images take a while to remove; containerd need not wait.
-            let _ = threads::spawn("images", move || restoring.succeeded());
+            restoring.succeeded();
         }
     }
 

@@ -1,5 +1,6 @@
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 
@@ -205,4 +206,21 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
     }
     answers.join().unwrap();
     child.wait().unwrap();
+}
+
+/// What a container that is gone has left may take long to remove.
+#[test]
+fn other_containers_do_not_wait_for_one_that_is_forgotten() {
+    struct Unlocked(Arc<Tasks>);
+    impl HeldCall for Unlocked {
+        fn pass(self: Box<Self>) {}
+        fn answer(self: Box<Self>, _: Response) {
+            assert!(self.0.containers.try_lock().is_ok());
+        }
+    }
+    let bundle = tempfile::tempdir().unwrap();
+    let tasks = Arc::new(created(bundle.path()).0);
+    let held = Box::new(Unlocked(Arc::clone(&tasks)));
+    tasks.lock().get_mut("c1").unwrap().waiting.push(held);
+    tasks.forget("c1");
 }
