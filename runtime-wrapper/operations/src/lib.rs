@@ -93,7 +93,11 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
                 counted("restore", || restore::run(ctx, inv))
             })
         }
-        Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
+        Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, |ctx, inv| {
+            // It would resume the container at its end.
+            every::interrupt(&state::directory(ctx, inv));
+            pause::pause(ctx, inv)
+        }),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => {
             run(&ctx, &inv, create_from::run)

@@ -29,6 +29,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use self::suspended::{SuspendLock, SuspendedRecord};
+use crate::bundle::lock::BundleLock;
 use crate::config::Config;
 use crate::criu::plugins;
 use crate::error::Error;
@@ -48,6 +49,9 @@ const HELD: &str = "cryopod-held";
 
 /// In the low-level runtime's directory of a container that its engine has paused and a checkpoint has thawed.
 const THAWED: &str = "cryopod-thawed";
+
+/// How long a pause waits for a checkpoint of cryopod's own to give up.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A mark that a checkpoint has thawed the container: if the checkpoint is killed, the engine's `resume` finds it running.
 pub fn mark_thawed(state_directory: &Path) -> io::Result<()> {
@@ -78,9 +82,22 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
     let state = ContainerState::ask(ctx, inv, &tools);
-    let Some(state) = state.filter(|s| !s.paused && !s.created) else {
+    let Some(mut state) = state.filter(|s| !s.created) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
+    // A checkpoint of a running container ends with a running one, and may have it frozen meanwhile.
+    let _free = BundleLock::take(&state.bundle, PATIENCE, || {
+        format!(
+            "pause of {} refused: a checkpoint of it is under way; try again when that has ended",
+            inv.id
+        )
+    })?;
+    if state.paused {
+        state.paused = ContainerState::ask(ctx, inv, &tools).is_none_or(|s| s.paused);
+    }
+    if state.paused {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
     let spec = state.spec(ctx, inv);
     let nodes = plan::container_nodes(&host, &spec, state.init);
     // A container that moves to another host must not run on after its checkpoint.

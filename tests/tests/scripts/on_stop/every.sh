@@ -100,4 +100,15 @@ podman kill -s KILL g1 > /dev/null
 podman wait g1 > /dev/null
 check 'KILL is not held up' test "$(exit_code g1)" = 137
 check 'nothing is left' wait_for nothing_left
+check 'a start' podman start g1
+check 'its sums are right' goes_on g1
+/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null
+wait_for sh -c '[ -e /srv/place/gpu/.partial-* ]'
+check 'a pause in the middle' podman pause g1
+sleep 1 # the checkpoint would resume it
+check 'it is paused' sh -c "$low state $(podman inspect -f '{{.Id}}' g1) | grep -q '\"paused\"'"
+check 'an unpause' podman unpause g1
+check 'its sums are right' goes_on g1
+podman rm -f -t 0 g1 > /dev/null
+check 'nothing is left' wait_for nothing_left
 check 'nothing half made' test -z "$(find $place -name '.partial-*')"

@@ -69,7 +69,7 @@ pub(super) fn start(ctx: &Context) -> io::Result<()> {
 }
 
 /// Has the process give up, without waiting for it.
-pub(super) fn interrupt(directory: &Path) {
+pub fn interrupt(directory: &Path) {
     let mut options = File::options();
     let Ok(mut file) = options.read(true).write(true).open(directory.join(LOCK)) else {
         return;
