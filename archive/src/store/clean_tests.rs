@@ -148,7 +148,7 @@ fn a_place_of_the_configuration_is_searched_to_its_end() {
     fs::remove_dir_all(&deep).unwrap();
     for target in [bed.containers.as_path(), Path::new("/nowhere")] {
         link(target, "away").unwrap();
-        let error = clean(&bed.store, &named, Duration::ZERO).unwrap_err();
+        let error = clean(&bed.store, &named, &[], Duration::ZERO).unwrap_err();
         assert!(error.to_string().contains("srv/away"), "{error}");
         fs::remove_file(place.join("away")).unwrap();
     }
