@@ -49,6 +49,8 @@ pub struct BundleUndo {
 
 /// The old text of a bundle's spec, in the directory of an operation that may be killed before it can put it back.
 const NOTED: &str = "config.json.before";
+/// The text that took its place.
+const WRITTEN: &str = "config.json.written";
 
 /// Returns the spec after these edits, and writes nothing.
 pub fn preview(host: &Host, spec: &Spec, edits: &[Box<dyn Edit + '_>]) -> Result<Spec, Error> {
@@ -104,11 +106,14 @@ pub fn edit(
         lasting if lasting == *spec.json() => Some(before.clone()),
         lasting => Some(text(&lasting)?),
     };
-    let note = noted.filter(|_| kept.is_some()).map(|d| d.join(NOTED));
-    if let Some(note) = note {
-        fs::write(&note, &before).map_err(Error::io(unwritten(&note)))?;
+    let new = text(&json)?;
+    if let Some(noted) = noted.filter(|_| kept.is_some()) {
+        for (name, text) in [(WRITTEN, &new), (NOTED, &before)] {
+            let note = noted.join(name);
+            fs::write(&note, text).map_err(Error::io(unwritten(&note)))?;
+        }
     }
-    replace(&path, &text(&json)?).map_err(Error::io(unwritten(&path)))?;
+    replace(&path, &new).map_err(Error::io(unwritten(&path)))?;
     Ok(BundleUndo {
         before: Some((path, before)),
         lasting: kept,
@@ -121,6 +126,10 @@ pub fn put_back(bundle: &Path, noted: &Path) {
         return;
     };
     let path = bundle.join("config.json");
+    // The engine may have written another one since.
+    if fs::read(&path).ok() != fs::read(noted.join(WRITTEN)).ok() {
+        return;
+    }
     if let Err(e) = replace(&path, &text) {
         tracing::warn!("{}: the old text cannot be put back: {e}", path.display());
     }
@@ -232,6 +241,10 @@ mod tests {
         put_back(dir.path(), noted.path());
         assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1}"#);
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        std::mem::forget(go(&["B"]).unwrap());
+        fs::write(&path, "{}").unwrap();
+        put_back(dir.path(), noted.path());
+        assert_eq!(now(), "{}", "the engine's own");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

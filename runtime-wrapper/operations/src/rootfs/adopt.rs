@@ -64,11 +64,12 @@ fn rewrite(
     to: &Path,
 ) -> io::Result<()> {
     let mut out = Builder::new(BufWriter::with_capacity(1 << 20, File::create(to)?));
-    for path in list.map(deleted).transpose()?.unwrap_or_default() {
-        whiteout(&mut out, &path)?;
+    let gone = list.map(deleted).transpose()?.unwrap_or_default();
+    for path in &gone {
+        whiteout(&mut out, path)?;
     }
     if let Some(diff) = diff {
-        changes(bounds, diff, &mut out)?;
+        changes(bounds, diff, gone.len() as u64, &mut out)?;
     }
     out.into_inner()?.flush()
 }
@@ -94,9 +95,14 @@ fn whiteout<W: Write>(out: &mut Builder<W>, path: &Path) -> io::Result<()> {
     empty(out, &path.with_file_name(gone))
 }
 
-fn changes<W: Write>(bounds: &RootfsOptions, diff: &Path, out: &mut Builder<W>) -> io::Result<()> {
+fn changes<W: Write>(
+    bounds: &RootfsOptions,
+    diff: &Path,
+    mut files: u64,
+    out: &mut Builder<W>,
+) -> io::Result<()> {
     let mut archive = Archive::new(decompressed(File::open(diff)?)?);
-    let (mut files, mut bytes) = (0u64, 0u64);
+    let mut bytes = 0u64;
     for entry in archive.entries()? {
         let mut entry = entry?;
         files += 1;

@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, lchown, symlink};
@@ -216,7 +216,7 @@ fn file(
     directory.remove(OsStr::new(PARTIAL))?;
     let mut out = create_private(&partial)?;
     let written = (|| {
-        let written = io::copy(entry.content, &mut out)?;
+        let written = copy_sparse(entry.content, &mut out)?;
         if written != entry.header.entry_size()? {
             return Err(io::Error::other("the archive ends within it"));
         }
@@ -234,6 +234,28 @@ fn file(
         let _ = fs::remove_file(&partial);
     }
     written
+}
+
+/// Copies all, without room for blocks of zeros: a sparse file was packed in its full length. Returns the number of bytes.
+fn copy_sparse(from: &mut dyn Read, to: &mut File) -> io::Result<u64> {
+    let mut block = vec![0; 64 << 10];
+    let mut copied = 0;
+    loop {
+        let read = match from.read(&mut block) {
+            Ok(0) => break,
+            Ok(read) => read,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e),
+        };
+        let read = block.get(..read).unwrap_or_default();
+        match read.iter().all(|byte| *byte == 0) {
+            true => drop(to.seek(SeekFrom::Current(read.len() as i64))?),
+            false => to.write_all(read)?,
+        }
+        copied += read.len() as u64;
+    }
+    to.set_len(copied)?;
+    Ok(copied)
 }
 
 /// Sets the owner and, except for links, the mode.

@@ -18,8 +18,10 @@ use crate::config::rootfs::RootfsOptions;
 
 /// Deepest nesting of directories; a descriptor is open for each.
 const MAX_DEPTH: usize = 512;
-/// Longest path in bytes, as [`super::records`] takes it.
-const MAX_PATH: usize = 4096;
+/// Longest path in bytes: with the longest marker behind it and a NUL, [`super::records`] takes it.
+const MAX_PATH: usize = 4096 - OPAQUE.len() - 2;
+/// A file's access control list (acl(5)).
+const ACL: &str = "system.posix_acl_access";
 
 /// Packs the directory into a new file, which only this user may read.
 ///
@@ -34,8 +36,15 @@ pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
         bounds,
         files: 0,
         bytes: 0,
+        lists: 0,
     };
     walk.directory(&LayerEntry(upper.try_clone()?), Path::new(""), 0)?;
+    if walk.lists > 0 {
+        tracing::warn!(
+            "{} files and directories have access control lists, which a restore leaves out: users and groups that they name lose access",
+            walk.lists
+        );
+    }
     let file = walk
         .tar
         .into_inner()?
@@ -96,6 +105,8 @@ struct LayerWalk<'b, W: Write> {
     bounds: &'b RootfsOptions,
     files: u64,
     bytes: u64,
+    /// Files and directories with access control lists.
+    lists: u64,
 }
 
 impl<W: Write> LayerWalk<'_, W> {
@@ -115,6 +126,7 @@ impl<W: Write> LayerWalk<'_, W> {
             return Err(io::Error::other(what));
         }
         if at.attribute("trusted.overlay.opaque")?.as_deref() == Some(b"y") {
+            self.count(path)?;
             empty(&mut self.tar, &path.join(OPAQUE))?;
         }
         let mut names = fs::read_dir(at.path())?
@@ -153,6 +165,7 @@ impl<W: Write> LayerWalk<'_, W> {
             empty(&mut self.tar, &path.with_file_name(whiteout))
         } else if kind.is_dir() {
             let mut header = header(&meta, EntryType::Directory);
+            header.set_mode(self.mode(entry, &meta)?);
             self.tar.append_data(&mut header, path, io::empty())?;
             self.directory(entry, path, depth + 1)
         } else if kind.is_symlink() {
@@ -167,6 +180,21 @@ impl<W: Write> LayerWalk<'_, W> {
             tracing::info!("/{}: a device or a socket, left out", path.display());
             Ok(())
         }
+    }
+
+    /// Returns the mode of a file as it is without its access control list: the group's bits show what anybody in the list
+    /// has at most, and not what the group has.
+    fn mode(&mut self, entry: &LayerEntry, meta: &Metadata) -> io::Result<u32> {
+        let mode = meta.mode() & 0o7777;
+        let list = match entry.attribute(ACL) {
+            Ok(None) => return Ok(mode),
+            Ok(Some(list)) => list,
+            // Of more than some thirty names.
+            Err(e) if e.raw_os_error() == Some(libc::ERANGE) => Vec::new(),
+            Err(e) => return Err(e),
+        };
+        self.lists += 1;
+        Ok(mode & (!0o070 | (u32::from(of_group(&list)) << 3)))
     }
 
     fn count(&mut self, path: &Path) -> io::Result<()> {
@@ -212,12 +240,23 @@ impl<W: Write> LayerWalk<'_, W> {
                 .append_pax_extensions([(key.as_str(), value.as_slice())])?;
         }
         let mut header = header(meta, EntryType::Regular);
+        header.set_mode(self.mode(entry, meta)?);
         header.set_size(meta.len());
         // Exactly as long as the header says, whatever somebody writes to it meanwhile.
         let contents = io::Read::chain(entry.contents()?, io::repeat(0));
         let data = io::Read::take(contents, meta.len());
         self.tar.append_data(&mut header, name, data)
     }
+}
+
+/// The rights that a file's group has by an access control list, of which the kernel shows entries of eight bytes behind a
+/// version: tag, rights, id.
+fn of_group(list: &[u8]) -> u16 {
+    const GROUP: u16 = 4;
+    let entries = list.get(4..).unwrap_or_default().as_chunks::<8>().0;
+    let number = |entry: &[u8; 8], at| u16::from_le_bytes([entry[at], entry[at + 1]]);
+    let own = entries.iter().find(|entry| number(entry, 0) == GROUP);
+    own.map_or(0, |entry| number(entry, 2) & 7)
 }
 
 /// Appends an empty file: a whiteout.

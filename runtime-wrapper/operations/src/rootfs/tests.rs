@@ -270,6 +270,53 @@ fn bounds() {
     assert!(e.contains("for all files"), "{e}");
 }
 
+/// A mode shows the mask of an access control list in place of the group's rights.
+#[test]
+fn a_list_that_is_lost_gives_nobody_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir(&images).unwrap();
+    upper.put("file", "secret");
+    // user::rw-, user:1000:rw-, group::---, mask::rw-, other::---
+    let mut list = 2u32.to_le_bytes().to_vec();
+    for (tag, rights, id) in [
+        (1u16, 6u16, !0u32),
+        (2, 6, 1000),
+        (4, 0, !0),
+        (16, 6, !0),
+        (32, 0, !0),
+    ] {
+        list.extend([tag.to_le_bytes(), rights.to_le_bytes()].concat());
+        list.extend(id.to_le_bytes());
+    }
+    let name = "system.posix_acl_access";
+    let flags = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(upper.join("file"), name, &list, flags).unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+    assert_eq!(mode(&upper.join("file")), 0o660);
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    let bundle = bundle(dir.path());
+    restore(&images, &bundle).unwrap();
+    assert_eq!(mode(&bundle.join("rootfs/file")), 0o600);
+}
+
+#[test]
+fn zeros_take_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir(&images).unwrap();
+    upper.put("sparse", "begin");
+    let file = fs::File::options().write(true).open(upper.join("sparse"));
+    file.unwrap().set_len(9_000_001).unwrap();
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    let bundle = bundle(dir.path());
+    restore(&images, &bundle).unwrap();
+    let restored = bundle.join("rootfs/sparse");
+    let (was, is) = (fs::read(upper.join("sparse")), fs::read(&restored));
+    assert_eq!(was.unwrap(), is.unwrap());
+    assert!(fs::metadata(&restored).unwrap().blocks() < 1000);
+}
+
 #[test]
 fn long_names_and_what_is_cut_off() {
     let dir = tempfile::tempdir().unwrap();
@@ -279,9 +326,18 @@ fn long_names_and_what_is_cut_off() {
     fs::create_dir(&images).unwrap();
     upper.join(&long).put("file", "text");
     upper.link("link", format!("/{long}/file"));
-    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    // What is packed within the bounds is within them.
+    let three = RootfsOptions {
+        max_files: 3,
+        ..RootfsOptions::default()
+    };
+    pack(&upper, &images, &three).unwrap();
     let bundle = bundle(dir.path());
-    restore(&images, &bundle).unwrap();
+    let config = Config {
+        rootfs: three,
+        ..Config::default()
+    };
+    apply(&config, &images, &bundle).unwrap();
     let root = bundle.join("rootfs");
     assert_eq!(fs::read(root.join(&long).join("file")).unwrap(), b"text");
     let link = fs::read_link(root.join("link")).unwrap();

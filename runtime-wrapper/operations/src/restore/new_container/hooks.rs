@@ -23,6 +23,7 @@ use cryopod_host::limited;
 use cryopod_host::spec::Spec;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::signal::SigSet;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -198,6 +199,10 @@ impl Hook {
         }
         let env = self.env.iter().filter_map(|v| v.split_once('='));
         command.env_clear().envs(env);
+        // The wrapper blocks the signals that it watches.
+        let with_signals = || Ok(SigSet::empty().thread_set_mask()?);
+        // SAFETY: between fork and exec there is one system call.
+        unsafe { command.pre_exec(with_signals) };
         command
     }
 }
