@@ -194,7 +194,15 @@ fn add(
     if stanza.default {
         set(containerd, "default_runtime_name", NAME.into());
     }
+    let default = containerd.get("default_runtime_name");
+    let is_default = default.is_none_or(|name| name.as_str() == Some("runc"));
     let runtimes = table(containerd, "runtimes")?;
+    // containerd 1 has a runc of its own until there is a table of runtimes; without its default the CRI does not load.
+    if version == 2 && is_default && !runtimes.contains_key("runc") {
+        let mut runc = toml_edit::Table::new();
+        runc.insert("runtime_type", value("io.containerd.runc.v2"));
+        runtimes.insert("runc", Item::Table(runc));
+    }
     if !runtimes.contains_key(NAME) {
         // Positions of the example would sort it among the tables of this file.
         unplace(&mut ours);
@@ -272,6 +280,10 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
                 .and_then(Item::as_table_like_mut)
             {
                 put_back(runtimes, was_runtimes, NAME);
+                let own = runtimes.get("runc").and_then(Item::as_table_like);
+                if plugin == PLUGIN_2 && own.is_some_and(|runc| runc.len() == 1) {
+                    put_back(runtimes, was_runtimes, "runc");
+                }
             }
         }
         hide(
@@ -307,6 +319,21 @@ mod tests {
 
     fn runtime<'a>(doc: &'a DocumentMut, plugin: &str) -> &'a Item {
         &doc["plugins"][plugin]["containerd"]["runtimes"][NAME]
+    }
+
+    #[test]
+    fn containerd_1_keeps_the_runc_that_it_has_by_itself() {
+        let text = "version = 2\n";
+        let after = done(text, false);
+        let doc: DocumentMut = after.parse().unwrap();
+        let runtimes = &doc["plugins"][PLUGIN_2]["containerd"]["runtimes"];
+        let runc = runtimes["runc"]["runtime_type"].as_str();
+        assert_eq!(runc, Some("io.containerd.runc.v2"));
+        let undone = without(&after, Some(text)).unwrap().unwrap();
+        assert!(!undone.contains("runc"), "{undone}");
+        let own = "version = 2\n[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc]\nruntime_type = 'mine'\n";
+        let undone = without(&done(own, false), Some(own)).unwrap().unwrap();
+        assert!(undone.contains("'mine'"), "{undone}");
     }
 
     #[test]
