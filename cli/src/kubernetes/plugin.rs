@@ -18,8 +18,12 @@ use serde_json::{Value, json};
 pub const NAME: &str = "kubectl-cryopod";
 const ASK: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_secs(1);
-/// The label of all that the chart makes.
-const OURS: &str = "app.kubernetes.io/name=cryopod";
+/// The chart's runtime class and DaemonSet.
+const CHART: &str = "cryopod";
+/// The runtime class's annotation with the chart's namespace.
+const NAMESPACE: &str = "cryopod.dev/namespace";
+const NOT_INSTALLED: &str =
+    "the cluster has no installer of cryopod, or an older one: helm install or upgrade it first";
 const RUNTIME_CLASS: &str = "cryopod";
 const RESTORE: &str = "dev.cryopod.restore";
 /// The chart's annotation with the name of the secret that signs.
@@ -187,8 +191,11 @@ fn checkpoint(
     let path = format!("/api/v1/nodes/{node}/proxy/checkpoint/{namespace}/{pod}/{container}");
     let path = format!("{path}?timeout={}", limit.as_secs());
     let answer = kubectl
-        .run(&["create", "--raw", &path, "--filename=/dev/null"], limit)
-        .context("the kubelet made no checkpoint, and the container runs on")?;
+        .run(
+            &["create", "--raw", &path, "--filename=/dev/null"],
+            limit + ASK,
+        )
+        .with_context(|| format!("the kubelet made no checkpoint, and the container runs on; if it gave no answer, look into /var/lib/kubelet/checkpoints on {node}"))?;
     let answer: Value = serde_json::from_str(&answer)?;
     let archive = answer["items"][0].as_str();
     let archive = archive.context("the kubelet names no archive")?;
@@ -209,24 +216,22 @@ struct Installer {
 
 impl Installer {
     fn find(kubectl: &Kubectl<'_>) -> anyhow::Result<Self> {
-        let words = [
-            "get",
-            "daemonsets",
-            "--all-namespaces",
-            "--selector",
-            OURS,
-            "--output=json",
-        ];
-        let all: Value = serde_json::from_str(&kubectl.run(&words, ASK)?)?;
-        let one = &all["items"][0];
-        match one["metadata"]["namespace"].as_str() {
-            Some(namespace) => Ok(Self {
-                namespace: namespace.into(),
-                spec: one["spec"]["template"]["spec"].clone(),
-                signing: one["metadata"]["annotations"][SIGNING].clone(),
-            }),
-            None => bail!("the cluster has no installer of cryopod: helm install it first"),
-        }
+        // Whoever may write DaemonSets in some namespace could name one as ours, and what it names runs as root on the
+        // nodes. Runtime classes belong to no namespace, and only administrators write them.
+        let words = ["get", "runtimeclass", CHART, "--output=json"];
+        let class = kubectl.run(&words, ASK).context(NOT_INSTALLED)?;
+        let class: Value = serde_json::from_str(&class)?;
+        let namespace = class["metadata"]["annotations"][NAMESPACE].as_str();
+        let namespace = namespace.context(NOT_INSTALLED)?;
+        let within = format!("--namespace={namespace}");
+        let words = ["get", "daemonset", CHART, &within, "--output=json"];
+        let one = kubectl.run(&words, ASK).context(NOT_INSTALLED)?;
+        let one: Value = serde_json::from_str(&one)?;
+        Ok(Self {
+            namespace: namespace.into(),
+            spec: one["spec"]["template"]["spec"].clone(),
+            signing: one["metadata"]["annotations"][SIGNING].clone(),
+        })
     }
 
     /// The job that packs an archive of a node, and pushes it.

@@ -40,8 +40,12 @@ command_of() { # INIT-CONTAINER: of the chart, run on this node with the program
         .spec.template.spec.initContainers[] | select(.name == $name) | .command[] | gsub("\\$\\(NODE\\)"; "node1")' /tmp/chart.json)
     [ "${words[0]}" = /opt/cryopod/bin/cryopod ] && cryopod "${words[@]:1}" > /tmp/said 2>&1
 }
+# A tenant's, which comes first by its namespace.
+jq -n '{apiVersion: "apps/v1", kind: "DaemonSet", metadata: {name: "cryopod", namespace: "a-team", labels: {"app.kubernetes.io/name": "cryopod"}},
+    spec: {selector: {matchLabels: {a: "b"}}, template: {metadata: {labels: {a: "b"}}, spec: {containers: [{name: "push", image: "localhost:5000/a-team/own:1"}]}}}}' > /tmp/tenant.json
+check 'a tenant has a DaemonSet of our label and name' kubectl create -f /tmp/tenant.json
 if kubectl cryopod checkpoint job --to docker://localhost:5000/team/job:1 > /tmp/said 2>&1; then exit 1; fi
-check 'no chart: says so' says /tmp/said 'no installer of cryopod: helm install it'
+check 'no chart: says so' says /tmp/said 'no installer of cryopod, or an older one: helm install'
 chart
 check 'kubectl takes the chart' kubectl create -f /tmp/chart.yaml
 check 'the chart sets the node up' command_of install
