@@ -20,7 +20,6 @@ pub mod detached;
 pub mod files;
 pub mod limited;
 pub mod mountinfo;
-pub mod namespaces;
 pub mod nodes;
 pub mod pidfd;
 pub mod processes;

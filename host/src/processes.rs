@@ -291,6 +291,22 @@ fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
     (files, deleted)
 }
 
+/// Refuses the namespace of this kind (`net`, `uts`) of a process if it is this program's too, the host's: what the spec of
+/// a container gives its own namespace is not set there, whatever its images say.
+pub fn ensure_other_namespace(pid: i32, kind: &str) -> std::io::Result<()> {
+    let of = |process: &str| {
+        use std::os::unix::fs::MetadataExt;
+        let meta = std::fs::metadata(format!("/proc/{process}/ns/{kind}"))?;
+        std::io::Result::Ok((meta.dev(), meta.ino()))
+    };
+    match of("self")? == of(&pid.to_string())? {
+        true => Err(std::io::Error::other(format!(
+            "the {kind} namespace of process {pid} is the host's"
+        ))),
+        false => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -346,5 +362,12 @@ mod tests {
                 .all(|p| p.fds.len() == 1 && p.fds[0].device == Some((1, 3)))
         );
         assert!(Scan::of(&Host::at(dir.path()), &[]).pids().is_empty());
+    }
+
+    #[test]
+    fn a_namespace_of_the_host_is_refused() {
+        let own = i32::try_from(std::process::id()).unwrap_or(0);
+        assert!(ensure_other_namespace(own, "net").is_err());
+        assert!(ensure_other_namespace(-1, "net").is_err());
     }
 }

@@ -14,7 +14,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use cryopod_host::files::Host;
-use cryopod_host::namespaces;
+use cryopod_host::processes::ensure_other_namespace;
 use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 use serde::{Deserialize, Serialize};
@@ -83,7 +83,7 @@ impl NetworkSettings {
             let namespace = File::open(&path).map_err(failed)?;
             setns(namespace, flag).map_err(|e| failed(e.into()))
         };
-        if let Err(e) = namespaces::ensure_not_ours(init, "net") {
+        if let Err(e) = ensure_other_namespace(init, "net") {
             return vec![e.to_string()];
         }
         if let Err(e) = enter("net", CloneFlags::CLONE_NEWNET) {

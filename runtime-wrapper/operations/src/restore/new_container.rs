@@ -15,7 +15,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use cryopod_host::files::Host;
-use cryopod_host::namespaces;
+use cryopod_host::processes::ensure_other_namespace;
 use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 use serde::{Deserialize, Serialize};
@@ -112,7 +112,7 @@ impl NewContainer {
         if self.hostname.is_none() && self.domainname.is_none() {
             return Ok(());
         }
-        namespaces::ensure_not_ours(init, "uts")?;
+        ensure_other_namespace(init, "uts")?;
         setns(
             File::open(format!("/proc/{init}/ns/uts"))?,
             CloneFlags::CLONE_NEWUTS,
