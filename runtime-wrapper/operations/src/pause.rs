@@ -37,6 +37,7 @@ use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState, verb};
+use crate::rootfs::frozen;
 use crate::run::log;
 use crate::run::operation::Operation;
 use crate::vram::agent::{RunningAgent, SOCKET};
@@ -157,10 +158,8 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let paused = verb(ctx, inv, "pause", &tools);
     if !paused.as_ref().is_ok_and(|out| out.code == 0) {
-        // A freezer that was too slow may still come to its end.
-        if let Err(e) = verb(ctx, inv, "resume", &tools) {
-            tracing::warn!("{}: {e}", inv.id);
-        }
+        // runc gives up after 10 s, and would leave it to freeze later (cgroup v2).
+        frozen::thaw_left(&host, state.init);
         if !unlock(&driver, &host, &record(&done)) {
             return Err(waits(inv, state.init, "pause failed"));
         }
