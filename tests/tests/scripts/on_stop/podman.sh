@@ -142,7 +142,7 @@ wait_for ticked twice 2
 wait_for nothing_runs
 umount /srv/full
 podman kill -s TERM twice > /dev/null
-podman exec twice touch /end
+podman exec twice touch /end || true # the container ends by it, perhaps before `touch` does
 podman wait twice > /dev/null
 check 'a container that ends already is not checkpointed' test "$(exit_code twice) $(there /srv/full/handles)" = "7 "
 mapfile -t stops < <(to /etc job)
