@@ -106,7 +106,10 @@ install_all() {
 
 uninstall_all() {
     [ -e "$root/$list" ] || die "$root/$list is not here: install.sh has installed nothing"
-    cp "$root/$list" "$work/listed"
+    # What a second run needs goes last, for one that is interrupted.
+    needed="$own/prerm $own/postrm $own/install.sh $list"
+    printf '%s\n' $needed > "$work/needed"
+    { grep -Fvx -f "$work/needed" "$root/$list" && cat "$work/needed"; } > "$work/listed"
     echo "cryopod's setup of engines will be undone, and $(grep -c . "$work/listed") files removed. Archives, and stores, stay."
     if [ -n "$purge" ]; then
         echo "So will $root/$config and what cryopod made in /var/lib/cryopod, /var/cache/cryopod and /run/cryopod."
@@ -114,7 +117,8 @@ uninstall_all() {
         echo "$root/$config stays; --purge removes it."
     fi
     agreed
-    if [ -z "$root" ]; then sh "$here/prerm" remove; fi
+    # Without the program, an interrupted run has undone it.
+    if [ -z "$root" ] && [ -e "/usr/bin/cryopod" ]; then sh "$here/prerm" remove; fi
     cp "$here/postrm" "$work/postrm"
     : > "$work/none"
     remove_listed "$work/listed" "$work/none"

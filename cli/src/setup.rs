@@ -134,12 +134,12 @@ impl WantedSetup<'_> {
             (Target::Kubernetes, Some(runtime)) => runtime.changes(self),
             (Target::Containerd | Target::Kubernetes, _) => containerd::changes(self),
         }?;
-        all.extend(self.own_configuration()?);
+        all.extend(self.own_configuration(target)?);
         Ok(all)
     }
 
     /// The change of cryopod's own configuration. A file that somebody else made gets no settings.
-    fn own_configuration(&self) -> anyhow::Result<Option<Change>> {
+    fn own_configuration(&self, target: Target) -> anyhow::Result<Option<Change>> {
         let path = Path::new(low_level::FILE);
         let before = change::read(self.host, path)?;
         let record = SetupRecord::read(self.host, record::SHARED)?;
@@ -148,7 +148,15 @@ impl WantedSetup<'_> {
             (Some(text), Some(settings)) if record.made_file(path, text) => settings,
             (before, _) => before.as_deref().unwrap_or_default(),
         };
-        let after = low_level::wanted_text(self, text)?;
+        // containerd's shim names a low-level runtime itself: runc, or that of the runtime's options, NVIDIA's, say.
+        let shims = match self.node {
+            Some(runtime) => runtime != NodeRuntime::Crio,
+            None => target == Target::Containerd,
+        };
+        let after = match shims {
+            true => text.to_owned(),
+            false => low_level::wanted_text(self, text)?,
+        };
         if before.is_none() && after.is_empty() {
             return Ok(None);
         }
@@ -180,12 +188,10 @@ fn without(
     }
 }
 
-/// Returns true if the engine on this host is set up, or nothing can be said. For `cryopod check`.
+/// Returns true if the engine on this host is set up. For `cryopod check`.
 pub fn is_done(target: Target, host: &Host, tools: &dyn Tools) -> bool {
-    let Ok(wanted) = wanted(target, host, tools, None, false) else {
-        return true;
-    };
-    wanted.changes(target).is_ok_and(|c| c.is_empty())
+    let changes = wanted(target, host, tools, None, false).and_then(|w| w.changes(target));
+    changes.is_ok_and(|changes| changes.is_empty())
 }
 
 fn wanted<'a>(
@@ -208,7 +214,7 @@ fn wanted<'a>(
 }
 
 /// Finds a program of cryopod: beside this one, else on PATH.
-fn own(tools: &dyn Tools, name: &str) -> anyhow::Result<PathBuf> {
+pub fn own(tools: &dyn Tools, name: &str) -> anyhow::Result<PathBuf> {
     let exe = std::env::current_exe().ok();
     let beside = exe.map(|exe| exe.with_file_name(name));
     beside
@@ -309,6 +315,13 @@ fn set_up(
     if target != Target::Podman && !args.dry_run {
         let store = host.path(DEFAULT);
         store::make(&store).with_context(|| format!("{}: cannot be made", store.display()))?;
+    }
+    let containerds = match wanted.node {
+        Some(runtime) => runtime == NodeRuntime::Containerd,
+        None => target == Target::Containerd,
+    };
+    if containerds && !args.dry_run {
+        containerd::ensure_known(wanted)?;
     }
     if target == Target::Kubernetes && brought.is_none() {
         let class = RUNTIME_CLASS.split("---").next().unwrap_or_default();

@@ -142,12 +142,12 @@ fn runtimes(input: &CheckInput<'_>, config: &Config, lines: &mut Vec<ReportLine>
             ),
         });
     }
-    lines.push(match input.tools.find("cryopod-runtime") {
-        Some(path) => ReportLine::ok("cryopod-runtime", path.display().to_string()),
-        None => ReportLine::note(
+    lines.push(match setup::own(input.tools, "cryopod-runtime") {
+        Ok(path) => ReportLine::ok("cryopod-runtime", path.display().to_string()),
+        Err(_) => ReportLine::missing(
             "cryopod-runtime",
-            "not on PATH",
-            "engines need its full path, or install it in /usr/local/bin",
+            "neither beside cryopod nor on PATH",
+            "install all of cryopod, in /usr/local/bin, say",
         ),
     });
 }
@@ -228,7 +228,7 @@ fn cgroups(input: &CheckInput<'_>, config: &Config, lines: &mut Vec<ReportLine>)
     let setup = cgroups::setup(input.host);
     let crun = LowLevel::find(config).is_ok_and(|l| l.kind == RuntimeKind::Crun);
     lines.push(match (setup, cgroups::beside_v1(input.host)) {
-        (_, Some(controllers)) if crun => ReportLine::note(
+        (_, Some(controllers)) if crun => ReportLine::missing(
             "cgroups",
             format!("hybrid (v1 and v2), v2 has {controllers}"),
             "crun starts no container here (\"cgroups in hybrid mode not supported, drop all controllers from cgroupv2\"); use runc, or a host with v2 alone",

@@ -320,8 +320,12 @@ fn push(
     // The deadline of the job itself comes first.
     let end = Instant::now() + limit + ASK;
     let done = loop {
-        let state: Value =
-            serde_json::from_str(&kubectl.run(&["get", job, &of, "--output=json"], ASK)?)?;
+        // An API server that is away for a moment, or while it is upgraded, ends no push.
+        let state = match kubectl.run(&["get", job, &of, "--output=json"], ASK) {
+            Ok(said) => serde_json::from_str::<Value>(&said)?,
+            Err(error) if Instant::now() > end => return Err(error),
+            Err(_) => Value::Null,
+        };
         let conditions = state["status"]["conditions"].as_array();
         let is = |kind: &str| {
             let mut all = conditions.into_iter().flatten();
@@ -339,7 +343,13 @@ fn push(
     if let Err(why) = done {
         bail!(why);
     }
-    let said = kubectl.run(&["logs", job, &of], ASK)?;
+    let said = loop {
+        match kubectl.run(&["logs", job, &of], ASK) {
+            Ok(said) => break said,
+            Err(error) if Instant::now() > end => return Err(error),
+            Err(_) => thread::sleep(PAUSE),
+        }
+    };
     let digest = digest_in(&said).with_context(|| format!("{job} names no digest: {said}"))?;
     if let Err(error) = kubectl.run(&["delete", job, &of, "--wait=false"], ASK) {
         eprintln!("{job} stays: {error:#}");

@@ -10,6 +10,7 @@ use toml_edit::{DocumentMut, Item, value};
 use super::WantedSetup;
 use super::change::{self, Change};
 use super::toml_file::{hide, put_back, set, table};
+use super::trial;
 
 const FILE: &str = "/etc/containerd/config.toml";
 const EXAMPLE: &str = include_str!("../../../examples/kubernetes/containerd.toml");
@@ -104,6 +105,48 @@ impl<'a> Stanza<'a> {
 fn version(wanted: &WantedSetup<'_>) -> Option<Vec<u32>> {
     let path = wanted.tools.find("containerd")?;
     criu::numbers(&criu::version_line(wanted.tools, &path, LIMIT)?)
+}
+
+/// Fails if containerd would not know the runtime, or no longer its default one, by the configuration as it is now:
+/// containerd 1 lets a file that it imports replace the whole section. What it cannot be asked is not held against it.
+pub fn ensure_known(wanted: &WantedSetup<'_>) -> anyhow::Result<()> {
+    let path = file(wanted);
+    let Some(containerd) = wanted.tools.find("containerd") else {
+        return Ok(());
+    };
+    let words = ["--config", &*path.to_string_lossy(), "config", "dump"];
+    let Ok(text) = trial::run_one(wanted.tools, &containerd, &words, LIMIT) else {
+        return Ok(());
+    };
+    let Some(missing) = text.parse().ok().and_then(|dump| missing(&dump)) else {
+        return Ok(());
+    };
+    bail!(
+        "{}: with it containerd would not know the runtime `{missing}`: another file that it imports (`imports`) replaces the section. Before containerd starts again: `cryopod setup {target} --undo`, then `cryopod setup {target} --config` with that file",
+        path.display(),
+        target = if wanted.node.is_some() {
+            "kubernetes"
+        } else {
+            "containerd"
+        },
+    )
+}
+
+/// Which runtime a configuration lacks that must be there: cryopod's, or the default one.
+fn missing(dump: &DocumentMut) -> Option<String> {
+    let cri = |plugin| dump.get("plugins")?.get(plugin)?.get("containerd");
+    let containerd = cri(PLUGIN_3).or_else(|| cri(PLUGIN_2))?;
+    let default = containerd.get("default_runtime_name");
+    let default = default.and_then(Item::as_str).filter(|n| !n.is_empty());
+    let known = |name: &str| {
+        containerd
+            .get("runtimes")
+            .is_some_and(|r| r.get(name).is_some())
+    };
+    [NAME, default.unwrap_or("runc")]
+        .into_iter()
+        .find(|name| !known(name))
+        .map(str::to_owned)
 }
 
 /// docker's package of containerd disables the CRI.
@@ -388,6 +431,24 @@ mod tests {
         );
         assert_eq!(of("version = 3"), None);
         assert_eq!(of("version = 3\nimports = ['/etc/one.toml']"), None);
+    }
+
+    #[test]
+    fn a_runtime_that_an_imported_file_takes_away() {
+        let of = |runtimes: &[&str]| {
+            let tables = runtimes.iter().map(|name| {
+                format!("[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.{name}]\n")
+            });
+            let text = format!(
+                "[plugins.'io.containerd.grpc.v1.cri'.containerd]\ndefault_runtime_name = 'nvidia'\n{}",
+                tables.collect::<String>()
+            );
+            missing(&text.parse().unwrap())
+        };
+        assert_eq!(of(&["cryopod", "nvidia"]), None);
+        assert_eq!(of(&["nvidia"]).as_deref(), Some(NAME));
+        assert_eq!(of(&["cryopod", "runc"]).as_deref(), Some("nvidia"));
+        assert_eq!(missing(&DocumentMut::new()), None);
     }
 
     #[test]

@@ -37,3 +37,15 @@ check 'no drop-in is left' test ! -e /etc/containerd/conf.d
 echo 'disabled_plugins = ["cri"]' > $conf
 if cryopod setup kubernetes --yes > /tmp/said 2>&1; then exit 1; fi
 check 'a disabled CRI: says so' says /tmp/said 'disables the CRI'
+
+if containerd --version | grep -q ' 1\.'; then
+    imported=/etc/containerd/conf.d/nvidia.toml
+    mkdir -p "${imported%/*}"
+    printf 'version = 2\nimports = ["/etc/containerd/conf.d/*.toml"]\n' > $conf
+    printf 'version = 2\n[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\nruntime_type = "io.containerd.runc.v2"\n' > $imported
+    if cryopod setup kubernetes --yes --no-test > /tmp/said 2>&1; then exit 1; fi
+    check 'an imported file that replaces the section: says so' says /tmp/said 'not know the runtime `cryopod`'
+    cryopod setup kubernetes --undo --yes > /tmp/said
+    cryopod setup kubernetes --config $imported --yes --no-test > /tmp/said
+    check 'that file is set up' sh -c "containerd config dump | grep -q 'runtimes.cryopod.options'"
+fi
