@@ -2,12 +2,12 @@
 //!
 //! The plan refuses what cannot work while the container still runs untouched, with every reason at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use crate::refusal::Refusal;
 use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess};
-use cryopod_host::nodes::{DeviceNode, Vendor};
+use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::gpus::amd_gpus;
 use crate::live;
@@ -140,7 +140,7 @@ pub fn checkpoint(
     let found = preflight::preflight(host, &cuda);
     refusals.extend(found);
     refusals.extend(shared_memory(host, scan, &cuda, sharing));
-    let mut gpu = describe(host, nodes);
+    let mut gpu = describe(host, nodes, scan);
     gpu.processes = processes;
     gpu.plugins = needed
         .iter()
@@ -185,7 +185,23 @@ fn no_plugin(vendor: Vendor) -> Refusal {
 }
 
 /// The GPUs behind the nodes, and the drivers, as the host describes them.
-fn describe(host: &Host, mut nodes: Vec<DeviceNode>) -> GpuFacts {
+///
+/// NVIDIA's library makes nodes of all the host's GPUs where it may, as under docker, and the container's device cgroup
+/// lets it open those alone that it was given. Nodes that NVIDIA's older hook makes are in no spec, all of them.
+fn describe(host: &Host, mut nodes: Vec<DeviceNode>, scan: &Scan) -> GpuFacts {
+    let named: Vec<Vendor> = nodes
+        .iter()
+        .filter(|n| n.source != NodeSource::Live && n.role == NodeRole::Gpu)
+        .map(|n| n.vendor)
+        .collect();
+    let fds = scan.processes.iter().flat_map(|process| &process.fds);
+    let open: BTreeSet<(u64, u64)> = fds.filter_map(|fd| fd.device).collect();
+    let given = |n: &DeviceNode| {
+        n.source != NodeSource::Live
+            || n.allowed
+            || open.contains(&(n.major, n.minor))
+            || !named.contains(&n.vendor)
+    };
     let mut vendors: Vec<Vendor> = nodes.iter().map(|n| n.vendor).collect();
     vendors.sort();
     vendors.dedup();
@@ -203,7 +219,7 @@ fn describe(host: &Host, mut nodes: Vec<DeviceNode>) -> GpuFacts {
             let mut used = false;
             for node in nodes.iter_mut().filter(|n| leads_to(n, &gpu)) {
                 node.gpu = Some(gpu.id.clone());
-                used = true;
+                used |= given(node);
             }
             if used {
                 gpus.push(gpu);
@@ -220,7 +236,6 @@ fn describe(host: &Host, mut nodes: Vec<DeviceNode>) -> GpuFacts {
 }
 
 fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
-    use cryopod_host::nodes::NodeRole;
     node.vendor == gpu.vendor
         && match node.role {
             NodeRole::Gpu => gpu.minor.is_some() && gpu.minor == nodes::nvidia_minor(node),
@@ -232,7 +247,6 @@ fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_host::nodes::NodeRole;
     use cryopod_test_files::TestFiles;
 
     fn node(path: &str, vendor: Vendor, role: NodeRole, minor: u64) -> DeviceNode {
@@ -275,6 +289,33 @@ mod tests {
         assert!(plan.plugins.is_empty() && plan.gpu.processes.is_empty());
         assert_eq!(plan.gpu.gpus.len(), 1);
         assert_eq!(plan.gpu.nodes[0].gpu.as_deref(), Some("GPU-1"));
+    }
+
+    #[test]
+    fn a_node_that_nobody_may_open_is_no_gpu_of_the_container() {
+        let (dir, host) = host("/dev/null");
+        dir.put(
+            "proc/driver/nvidia/gpus/0000:66:00.0/information",
+            "Model: X\nGPU UUID: GPU-2\nDevice Minor: 1\n",
+        );
+        let node = |path: &str, minor| node(path, Vendor::Nvidia, NodeRole::Gpu, minor);
+        let made = DeviceNode {
+            source: NodeSource::Live,
+            allowed: false,
+            ..node("/dev/nvidia1", 1)
+        };
+        let count = |nodes: &[&DeviceNode]| {
+            let nodes = nodes.iter().map(|n| (*n).clone()).collect();
+            let plan = checkpoint(&host, nodes, 100, &Plugins::default()).unwrap();
+            plan.gpu.gpus.len()
+        };
+        assert_eq!(count(&[&node("/dev/nvidia0", 0), &made]), 1);
+        assert_eq!(count(&[&made]), 1, "NVIDIA's hook made it");
+        let allowed = DeviceNode {
+            allowed: true,
+            ..made
+        };
+        assert_eq!(count(&[&node("/dev/nvidia0", 0), &allowed]), 2);
     }
 
     #[test]

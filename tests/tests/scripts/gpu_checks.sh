@@ -48,6 +48,16 @@ jq -e --arg gpu "$gpu0" '.gpu.gpus[0].properties.compute_capability == "9.0" and
     and (.gpu.processes[0].gpu_memory | length == 1 and .[0].gpu == $gpu and .[0].bytes >= 100 * 1048576)' \
     /tmp/directory/checkpoint/cryopod.json > /dev/null || { jq .gpu /tmp/directory/checkpoint/cryopod.json; exit 1; }
 
+# NVIDIA's library makes the nodes of all GPUs where it may; the container may not open those that it was not given.
+pod run -d --name made --cap-add MKNOD --network none --device /dev/nvidiactl --device /dev/nvidia-uvm --device /dev/nvidia0 \
+    -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+    -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+    localhost/busybox /cusim/cusim-client --mib 16 --gpus 0 > /dev/null
+podman exec made mknod /dev/nvidia1 c $((0x$(stat -c %t /dev/nvidia1))) $((0x$(stat -c %T /dev/nvidia1)))
+check 'a node that the container made is no GPU of it' pod container checkpoint made
+check 'restored' pod container restore made
+podman rm -f -t 0 made > /dev/null
+
 told() { # NAME WANT...: in /tmp/said
     local name=$1 want
     shift

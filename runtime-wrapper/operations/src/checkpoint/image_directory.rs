@@ -5,8 +5,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_host::containerd::is_image_directory;
+use cryopod_host::files::if_there;
 
 use crate::error::Error;
+use crate::rootfs;
 
 /// A file in containerd's own directory while cryopod works there. containerd removes all that it finds as soon as its
 /// caller is gone, even during the dump, and leaves the directory if something new comes meanwhile.
@@ -42,6 +44,11 @@ impl ImageDirectory {
                 .mode(0o700)
                 .create(path)
                 .map_err(Error::at(path, "the image directory cannot be made"))?;
+        }
+        // Of an earlier checkpoint into the same directory (podman's --keep): a restore would put its files over newer ones.
+        for name in [rootfs::FILE, rootfs::SHM_FILE] {
+            let old = path.join(name);
+            if_there(fs::remove_file(&old)).map_err(Error::io(old.display().to_string()))?;
         }
         let waited_for = path.join(WAITED_FOR);
         let create =
@@ -79,6 +86,17 @@ impl Drop for ImageDirectory {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_of_an_earlier_checkpoint_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let old = [rootfs::FILE, rootfs::SHM_FILE].map(|name| dir.path().join(name));
+        for path in &old {
+            fs::write(path, "of then").unwrap();
+        }
+        ImageDirectory::ready(dir.path()).unwrap().keep();
+        assert!(old.iter().all(|path| !path.exists()));
+    }
 
     #[test]
     fn containerds_directory_is_not_made_again() {

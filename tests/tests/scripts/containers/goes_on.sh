@@ -54,6 +54,20 @@ check 'restored' quiet pod container restore job
 check 'it goes on' goes_on job
 podman rm -f -t 0 job > /dev/null
 
+# Nor does the first one's copy of the files come back.
+pod run -d --name job "${gpu[@]}" localhost/busybox sh -c "$writer" > /dev/null
+wait_for ticked job 3
+check 'left running' quiet pod container checkpoint --leave-running job
+podman exec job sh -c 'echo new > /root/file'
+check 'a second one' quiet pod container checkpoint --keep --export $from/second.tar job
+check 'restored in place' quiet pod container restore --keep job
+check 'it goes on' goes_on job
+check 'with its newest files' test "$(podman exec job cat /root/file)" = new
+podman rm -f -t 0 job > /dev/null
+check 'imported' quiet pod container restore --import $from/second.tar
+check 'with its newest files' test "$(podman exec job cat /root/file)" = new
+podman rm -f -t 0 job > /dev/null
+
 # What cannot be restored is told by those who look.
 if quiet pod container restore --import "$from/later.tar"; then echo 'FAILED: /grows is as it was' && exit 1; fi
 podman rm -f -t 0 job > /dev/null 2>&1 || true
