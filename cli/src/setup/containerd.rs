@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use cryopod_operations::criu;
-use toml_edit::{DocumentMut, Item, value};
+use toml_edit::{DocumentMut, Item, TableLike, value};
 
 use super::WantedSetup;
 use super::change::{self, Change};
@@ -15,6 +15,10 @@ use super::trial;
 const FILE: &str = "/etc/containerd/config.toml";
 const EXAMPLE: &str = include_str!("../../../examples/kubernetes/containerd.toml");
 const NAME: &str = "cryopod";
+const RUNC: &str = "runc";
+/// Options of a runtime.
+const BINARY: &str = "BinaryName";
+const CGROUP: &str = "SystemdCgroup";
 const OWN_FILE: &str = "cryopod.toml";
 /// The CRI plugin, by the version of the configuration.
 const PLUGIN_2: &str = "io.containerd.grpc.v1.cri";
@@ -31,14 +35,15 @@ pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
     let main: DocumentMut = text.parse().with_context(at)?;
     disabled(&main).with_context(at)?;
     if let Some(own) = drop_in(&main) {
-        return drop_in_change(wanted, own, &main);
+        return drop_in_change(wanted, own, &path, &main);
     }
     let mut doc = main;
     if before.is_none() {
         let newer = version(wanted).is_some_and(|v| v.first() >= Some(&2));
         doc.insert("version", value(if newer { 3 } else { 2 }));
     }
-    add(&mut doc, None, &Stanza::of(wanted)).with_context(at)?;
+    let options = effective_options(wanted, &path, &doc);
+    add(&mut doc, None, options, &Stanza::of(wanted)).with_context(at)?;
     Ok(Change::of(path, before, doc.to_string())
         .into_iter()
         .collect())
@@ -49,17 +54,19 @@ pub fn file(wanted: &WantedSetup<'_>) -> PathBuf {
     wanted.config.map_or(PathBuf::from(FILE), Path::to_owned)
 }
 
-/// The change of a file of our own. `main`: the configuration that imports it.
+/// The change of a file of our own. `main`: the configuration that imports it, from `path`.
 pub fn drop_in_change(
     wanted: &WantedSetup<'_>,
     own: PathBuf,
+    path: &Path,
     main: &DocumentMut,
 ) -> anyhow::Result<Vec<Change>> {
     let there = change::read(wanted.host, &own)?;
     let text = there.as_deref().unwrap_or("version = 3\n");
     let at = || own.display().to_string();
     let mut doc: DocumentMut = text.parse().with_context(at)?;
-    add(&mut doc, Some(main), &Stanza::of(wanted)).with_context(at)?;
+    let options = effective_options(wanted, path, main);
+    add(&mut doc, Some(main), options, &Stanza::of(wanted)).with_context(at)?;
     Ok(Change::of(own, there, doc.to_string())
         .into_iter()
         .collect())
@@ -76,7 +83,7 @@ pub fn stanza(wanted: &WantedSetup<'_>, main: &DocumentMut) -> anyhow::Result<St
         default: false,
         shim: wanted.shim_path(),
     };
-    add(&mut doc, Some(main), &alone)?;
+    add(&mut doc, Some(main), options(main), &alone)?;
     doc.remove("version");
     Ok(doc.to_string())
 }
@@ -107,18 +114,30 @@ fn version(wanted: &WantedSetup<'_>) -> Option<Vec<u32>> {
     criu::numbers(&criu::version_line(wanted.tools, &path, LIMIT)?)
 }
 
+/// The configuration as containerd understands it: with the files that it imports, and its defaults.
+fn effective(wanted: &WantedSetup<'_>, path: &Path) -> Option<DocumentMut> {
+    let containerd = wanted.tools.find("containerd")?;
+    let path = path.to_string_lossy();
+    let words = ["--config", &path, "config", "dump"];
+    let dump = trial::run_one(wanted.tools, &containerd, &words, LIMIT).ok()?;
+    dump.parse().ok()
+}
+
+/// The options for cryopod's runtime, by the configuration in `path`; by `main`, its text, if containerd does not say it.
+fn effective_options(
+    wanted: &WantedSetup<'_>,
+    path: &Path,
+    main: &DocumentMut,
+) -> Vec<(&'static str, Item)> {
+    let dump = effective(wanted, path).filter(|dump| section(dump).is_some());
+    options(dump.as_ref().unwrap_or(main))
+}
+
 /// Fails if containerd would not know the runtime, or no longer its default one, by the configuration as it is now:
 /// containerd 1 lets a file that it imports replace the whole section. What it cannot be asked is not held against it.
 pub fn ensure_known(wanted: &WantedSetup<'_>) -> anyhow::Result<()> {
     let path = file(wanted);
-    let Some(containerd) = wanted.tools.find("containerd") else {
-        return Ok(());
-    };
-    let words = ["--config", &*path.to_string_lossy(), "config", "dump"];
-    let Ok(text) = trial::run_one(wanted.tools, &containerd, &words, LIMIT) else {
-        return Ok(());
-    };
-    let Some(missing) = text.parse().ok().and_then(|dump| missing(&dump)) else {
+    let Some(missing) = effective(wanted, &path).and_then(|dump| missing(&dump)) else {
         return Ok(());
     };
     bail!(
@@ -134,8 +153,7 @@ pub fn ensure_known(wanted: &WantedSetup<'_>) -> anyhow::Result<()> {
 
 /// Which runtime a configuration lacks that must be there: cryopod's, or the default one.
 fn missing(dump: &DocumentMut) -> Option<String> {
-    let cri = |plugin| dump.get("plugins")?.get(plugin)?.get("containerd");
-    let containerd = cri(PLUGIN_3).or_else(|| cri(PLUGIN_2))?;
+    let containerd = section(dump)?;
     let default = containerd.get("default_runtime_name");
     let default = default.and_then(Item::as_str).filter(|n| !n.is_empty());
     let known = |name: &str| {
@@ -195,10 +213,12 @@ pub fn pod_annotations() -> anyhow::Result<Vec<String>> {
     Ok(names.map(str::to_owned).collect())
 }
 
-/// Adds the runtime. `main`: the file from which to take the options of the present default runtime, if not from `doc`.
+/// Adds the runtime with these options, or changes those that it has. `main`: the configuration of which `doc` becomes a
+/// part, if it is not all of it.
 fn add(
     doc: &mut DocumentMut,
     main: Option<&DocumentMut>,
+    options: Vec<(&'static str, Item)>,
     stanza: &Stanza<'_>,
 ) -> anyhow::Result<()> {
     let version = doc.get("version").and_then(Item::as_integer).unwrap_or(1);
@@ -209,15 +229,8 @@ fn add(
             "its version is {other}, and cryopod knows 2 and 3: `containerd config migrate` writes a newer one"
         ),
     };
-    let options = options(main.unwrap_or(doc), plugin);
+    let lacks = lacks_runc(section(main.unwrap_or(doc)));
     let mut ours = example()?;
-    if let Some(theirs) = ours.get_mut("options").and_then(Item::as_table_like_mut) {
-        for (key, item) in options {
-            if let Item::Value(new) = item {
-                set(theirs, &key, new);
-            }
-        }
-    }
     if let (Some(path), Some(runtime)) = (stanza.shim, ours.as_table_like_mut()) {
         set(
             runtime,
@@ -237,43 +250,56 @@ fn add(
     if stanza.default {
         set(containerd, "default_runtime_name", NAME.into());
     }
-    let default = containerd.get("default_runtime_name");
-    let is_default = default.is_none_or(|name| name.as_str() == Some("runc"));
     let runtimes = table(containerd, "runtimes")?;
-    // containerd 1 has a runc of its own until there is a table of runtimes; without its default the CRI does not load.
-    if version == 2 && is_default && !runtimes.contains_key("runc") {
-        let mut runc = toml_edit::Table::new();
-        runc.insert("runtime_type", value("io.containerd.runc.v2"));
-        runtimes.insert("runc", Item::Table(runc));
+    if version == 2 && lacks && !runtimes.contains_key(RUNC) {
+        runtimes.insert(RUNC, runc());
     }
     if !runtimes.contains_key(NAME) {
         // Positions of the example would sort it among the tables of this file.
         unplace(&mut ours);
         runtimes.insert(NAME, ours);
     }
+    for (key, item) in options {
+        if let Item::Value(new) = item {
+            set(table(table(runtimes, NAME)?, "options")?, key, new);
+        }
+    }
     Ok(())
 }
 
-/// The options of the runtime that is the default now: which runtime of OCI, and whether systemd makes cgroups.
-fn options(doc: &DocumentMut, plugin: &str) -> Vec<(String, Item)> {
+/// The CRI's section with the runtimes.
+fn section(doc: &DocumentMut) -> Option<&dyn TableLike> {
+    let cri = |plugin| doc.get("plugins")?.get(plugin)?.get("containerd");
+    cri(PLUGIN_3).or_else(|| cri(PLUGIN_2))?.as_table_like()
+}
+
+/// Returns true if runc is the default runtime and no table describes it. containerd 1 has one of its own until there is a
+/// table of runtimes; without its default runtime the CRI does not load.
+fn lacks_runc(section: Option<&dyn TableLike>) -> bool {
+    let of = |key| section.and_then(|s| s.get(key));
+    let default = of("default_runtime_name").and_then(Item::as_str);
+    default.is_none_or(|name| name == RUNC) && of("runtimes").is_none_or(|r| r.get(RUNC).is_none())
+}
+
+fn runc() -> Item {
+    let mut runc = toml_edit::Table::new();
+    runc.insert("runtime_type", value("io.containerd.runc.v2"));
+    Item::Table(runc)
+}
+
+/// The options of the runtime that is the default now: which runtime of OCI, and whether systemd makes cgroups. None if they
+/// are not known, or if that is cryopod's.
+fn options(doc: &DocumentMut) -> Vec<(&'static str, Item)> {
     let of = || {
-        let containerd = doc.get("plugins")?.get(plugin)?.get("containerd")?;
-        let name = containerd
-            .get("default_runtime_name")
-            .and_then(Item::as_str)
-            .filter(|name| *name != NAME)
-            .unwrap_or("runc");
-        let options = containerd.get("runtimes")?.get(name)?.get("options")?;
-        let kept = ["BinaryName", "SystemdCgroup"];
-        let set = |item: &Item| item.as_str() != Some("");
-        Some(
-            options
-                .as_table_like()?
-                .iter()
-                .filter(|(key, item)| kept.contains(key) && set(item))
-                .map(|(key, item)| (key.to_owned(), item.clone()))
-                .collect(),
-        )
+        let section = section(doc)?;
+        let name = section.get("default_runtime_name").and_then(Item::as_str);
+        let name = name.filter(|name| !name.is_empty()).unwrap_or(RUNC);
+        let options = section.get("runtimes")?.get(name)?.get("options")?;
+        let options = options.as_table_like().filter(|_| name != NAME)?;
+        let binary = options.get(BINARY).filter(|b| b.as_str() != Some(""));
+        let mut kept = vec![(BINARY, binary.cloned().unwrap_or(value(RUNC)))];
+        kept.extend(options.get(CGROUP).map(|item| (CGROUP, item.clone())));
+        Some(kept)
     };
     of().unwrap_or_default()
 }
@@ -318,14 +344,19 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
             {
                 put_back(containerd, was_containerd, "default_runtime_name");
             }
+            let lacks = plugin == PLUGIN_2 && lacks_runc(Some(containerd));
             if let Some(runtimes) = containerd
                 .get_mut("runtimes")
                 .and_then(Item::as_table_like_mut)
             {
                 put_back(runtimes, was_runtimes, NAME);
-                let own = runtimes.get("runc").and_then(Item::as_table_like);
-                if plugin == PLUGIN_2 && own.is_some_and(|runc| runc.len() == 1) {
-                    put_back(runtimes, was_runtimes, "runc");
+                let own = runtimes.get(RUNC).and_then(Item::as_table_like);
+                let own = own.is_some_and(|runc| runc.len() == 1);
+                let others = runtimes.iter().any(|(name, _)| name != RUNC);
+                match others {
+                    true if lacks => drop(runtimes.insert(RUNC, runc())),
+                    false if plugin == PLUGIN_2 && own => put_back(runtimes, was_runtimes, RUNC),
+                    _ => {}
                 }
             }
         }
@@ -341,6 +372,12 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+
+    use cryopod_host::files::Host;
+    use cryopod_host::programs::{Output, ToolError, Tools};
+    use cryopod_test_files::TestFiles;
+
     use super::*;
 
     fn stanza(default: bool) -> Stanza<'static> {
@@ -353,9 +390,11 @@ mod tests {
 
     fn done(text: &str, default: bool) -> String {
         let mut doc: DocumentMut = text.parse().unwrap();
-        add(&mut doc, None, &stanza(default)).unwrap();
+        let from = options(&doc);
+        add(&mut doc, None, from, &stanza(default)).unwrap();
         let after = doc.to_string();
-        add(&mut doc, None, &stanza(default)).unwrap();
+        let from = options(&doc);
+        add(&mut doc, None, from, &stanza(default)).unwrap();
         assert_eq!(doc.to_string(), after, "a second time changes nothing");
         after
     }
@@ -377,6 +416,47 @@ mod tests {
         let own = "version = 2\n[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc]\nruntime_type = 'mine'\n";
         let undone = without(&done(own, false), Some(own)).unwrap().unwrap();
         assert!(undone.contains("'mine'"), "{undone}");
+    }
+
+    /// `nvidia-ctk runtime configure` adds its runtime, and takes no other for the default.
+    #[test]
+    fn containerd_1_keeps_runc_beside_the_runtime_of_a_later_toolkit() {
+        let text = "version = 2\n";
+        let nvidia = "\n[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.nvidia]\nruntime_type = 'io.containerd.runc.v2'\n";
+        let runtimes_of = |text: &str| {
+            let doc: DocumentMut = text.parse().unwrap();
+            let all = section(&doc).unwrap().get("runtimes").unwrap();
+            let all = all.as_table_like().unwrap().iter();
+            all.map(|(name, _)| name.to_owned()).collect::<Vec<_>>()
+        };
+        for default in [false, true] {
+            let configured = done(text, default) + nvidia;
+            let undone = without(&configured, Some(text)).unwrap().unwrap();
+            assert_eq!(runtimes_of(&undone), ["runc", "nvidia"], "{undone}");
+            // An earlier setup as the default runtime left runc out.
+            let mut doc: DocumentMut = configured.parse().unwrap();
+            let runtimes = &mut doc["plugins"][PLUGIN_2]["containerd"]["runtimes"];
+            runtimes.as_table_like_mut().unwrap().remove(RUNC);
+            let undone = without(&doc.to_string(), Some(text)).unwrap().unwrap();
+            assert_eq!(runtimes_of(&undone), ["nvidia", "runc"], "{undone}");
+        }
+    }
+
+    /// The template of k3s and rke2 has it.
+    #[test]
+    fn a_stanza_beside_a_runc_has_none() {
+        let added = |main: &str| {
+            let main: DocumentMut = main.parse().unwrap();
+            let mut doc: DocumentMut = "version = 2\n".parse().unwrap();
+            add(&mut doc, Some(&main), Vec::new(), &stanza(false)).unwrap();
+            doc.to_string()
+        };
+        let cri = "version = 2\n[plugins.'io.containerd.grpc.v1.cri'.containerd";
+        let base = format!("{cri}.runtimes.runc]\nruntime_type = 'io.containerd.runc.v2'\n");
+        assert!(!added(&base).contains("runtimes.runc"));
+        assert!(added("version = 2\n").contains("runtimes.runc"));
+        let nvidia = format!("{cri}]\ndefault_runtime_name = 'nvidia'\n");
+        assert!(!added(&nvidia).contains("runtimes.runc"));
     }
 
     #[test]
@@ -419,6 +499,69 @@ mod tests {
     }
 
     #[test]
+    fn the_default_runtime_of_an_imported_file_and_of_later() {
+        struct Dumps(&'static str);
+        impl Tools for Dumps {
+            fn find(&self, name: &str) -> Option<PathBuf> {
+                (name == "containerd").then(|| name.into())
+            }
+            fn output(&self, _: &Path, args: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+                let stdout = match args.contains(&OsStr::new("dump")) {
+                    true => self
+                        .0
+                        .replace('@', "[plugins.'io.containerd.cri.v1.runtime'.containerd"),
+                    false => String::new(),
+                };
+                Ok(Output {
+                    stdout,
+                    ..Output::default()
+                })
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let main = "version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n";
+        dir.put("etc/containerd/config.toml", main);
+        let host = Host::at(dir.path());
+        let text_by = |dump| {
+            let wanted = WantedSetup {
+                host: &host,
+                tools: &Dumps(dump),
+                config: None,
+                default: false,
+                settings: None,
+                runtime: "/usr/bin/cryopod-runtime".into(),
+                shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
+                node: None,
+            };
+            for change in changes(&wanted).unwrap() {
+                dir.dir("etc/containerd/conf.d");
+                change.make(&host).unwrap();
+            }
+            assert!(changes(&wanted).unwrap().is_empty());
+            let text = dir.path().join("etc/containerd/conf.d/cryopod.toml");
+            std::fs::read_to_string(text).unwrap()
+        };
+        let nvidia = "@]\ndefault_runtime_name = 'nvidia'\n@.runtimes.nvidia.options]\nBinaryName = '/usr/bin/nvidia-container-runtime'\nSystemdCgroup = true\n";
+        let runc = "@.runtimes.runc.options]\nBinaryName = ''\nSystemdCgroup = false\n";
+        let first = text_by(runc);
+        assert!(first.contains("BinaryName = 'runc'"), "{first}");
+        let later = text_by(nvidia);
+        assert!(
+            later.contains("BinaryName = '/usr/bin/nvidia-container-runtime'"),
+            "{later}"
+        );
+        assert!(later.contains("SystemdCgroup = true"), "{later}");
+        // What cannot be told stays.
+        assert_eq!(text_by(""), later);
+        assert_eq!(
+            text_by(
+                "@]\ndefault_runtime_name = 'cryopod'\n@.runtimes.cryopod.options]\nBinaryName = ''\n"
+            ),
+            later
+        );
+    }
+
+    #[test]
     fn a_drop_in_only_where_containerd_merges_it() {
         let of = |text: &str| drop_in(&text.parse().unwrap());
         assert_eq!(
@@ -455,7 +598,10 @@ mod tests {
     fn what_cannot_be_set_up() {
         for text in ["", "version = 1", "version = 2\nplugins = 1"] {
             let mut doc: DocumentMut = text.parse().unwrap();
-            assert!(add(&mut doc, None, &stanza(false)).is_err(), "{text}");
+            assert!(
+                add(&mut doc, None, Vec::new(), &stanza(false)).is_err(),
+                "{text}"
+            );
         }
         for list in [
             "cri",

@@ -22,7 +22,7 @@ pub fn changes(wanted: &WantedSetup<'_>, directory: &Path) -> anyhow::Result<Vec
     let text = text.with_context(|| format!("{}: not there yet: start the node first", at()))?;
     let main: DocumentMut = text.parse().with_context(at)?;
     if let Some(own) = containerd::drop_in(&main) {
-        return containerd::drop_in_change(wanted, own, &main);
+        return containerd::drop_in_change(wanted, own, &path, &main);
     }
     if wanted.default {
         bail!("give k3s or rke2 itself `default-runtime: cryopod`, in its config.yaml");
@@ -38,20 +38,27 @@ pub fn changes(wanted: &WantedSetup<'_>, directory: &Path) -> anyhow::Result<Vec
     Ok(Change::of(path, before, after).into_iter().collect())
 }
 
-/// A template that has a runtime of this name stays as it is.
+/// A template that has a runtime of this name from somebody else stays as it is.
 fn with(template: &str, stanza: &str) -> String {
-    if template.contains("runtimes.cryopod") {
-        return template.to_owned();
-    }
-    format!("{template}{BEGIN}{}\n{END}", stanza.trim())
+    let (before, after) = match around(template) {
+        Some(parts) => parts,
+        None if template.contains("runtimes.cryopod") => return template.to_owned(),
+        None => (template, ""),
+    };
+    format!("{before}{BEGIN}{}\n{END}{after}", stanza.trim())
+}
+
+/// What is before and after that which the setup added.
+fn around(template: &str) -> Option<(&str, &str)> {
+    let (before, rest) = template.split_once(BEGIN)?;
+    let (_, after) = rest.split_once(END)?;
+    Some((before, after))
 }
 
 pub fn without(text: &str, before: Option<&str>) -> Option<String> {
-    let kept = match (text.find(BEGIN), text.find(END)) {
-        (Some(from), Some(to)) if from < to => {
-            format!("{}{}", &text[..from], &text[to + END.len()..])
-        }
-        _ => text.to_owned(),
+    let kept = match around(text) {
+        Some((before, after)) => format!("{before}{after}"),
+        None => text.to_owned(),
     };
     (before.is_some() || kept != BASE).then_some(kept)
 }
@@ -69,6 +76,10 @@ mod tests {
         assert_eq!(without(&after, None), None);
         let edited = format!("{after}# mine\n");
         assert_eq!(without(&edited, None), Some(format!("{BASE}# mine\n")));
+        let newer = with(&edited, "[plugins.x.containerd.runtimes.cryopod]\na = 2\n");
+        assert_eq!(newer, edited.replace("a = 1", "a = 2"));
+        let theirs = "[plugins.x.containerd.runtimes.cryopod]\n";
+        assert_eq!(with(theirs, stanza), theirs);
         let mine = "{{ template \"base\" . }}\n# mine";
         assert_eq!(
             without(&with(mine, stanza), Some(mine)).as_deref(),

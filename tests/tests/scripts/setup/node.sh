@@ -105,6 +105,10 @@ for of in k3s:2:config.toml.tmpl k3s:3:config-v3.toml.tmpl rke2:2:config.toml.tm
     mkdir -p $node$dir
     { [ "$version" = 2 ] && cat /tmp/debian.toml || containerd config default; } > $node$dir/config.toml
     sed -i "s/^version.*/version = $version/" $node$dir/config.toml
+    # As their own template has it; Debian's file has no table of runc.
+    if [ "$version" = 2 ] && ! grep -q runtimes.runc $node$dir/config.toml; then
+        printf '[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\nruntime_type = "io.containerd.runc.v2"\n' >> $node$dir/config.toml
+    fi
     case $file in *.d/*) sed -i "s|^imports.*|imports = ['$dir/config-v3.toml.d/*.toml']|" $node$dir/config.toml ;; esac
     case $name in k3s) service=k3s-agent ;; *) service=rke2-agent ;; esac
     layout $service $dir/$file rename:4
