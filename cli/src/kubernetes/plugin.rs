@@ -158,6 +158,15 @@ impl Kubectl<'_> {
         }
     }
 
+    /// An object of the chart. Only one that is not there means that the chart is not installed.
+    fn installed(&self, words: &[&str]) -> anyhow::Result<Value> {
+        let said = [&["get"], words, &["--output=json", "--ignore-not-found"]].concat();
+        match self.run(&said, ASK)?.trim() {
+            "" => bail!(NOT_INSTALLED),
+            object => Ok(serde_json::from_str(object)?),
+        }
+    }
+
     /// An object of the user's namespace.
     fn object(&self, kind: &str, name: &str) -> anyhow::Result<Value> {
         let namespace = self.namespace.as_ref().map(|n| format!("--namespace={n}"));
@@ -218,15 +227,11 @@ impl Installer {
     fn find(kubectl: &Kubectl<'_>) -> anyhow::Result<Self> {
         // Whoever may write DaemonSets in some namespace could name one as ours, and what it names runs as root on the
         // nodes. Runtime classes belong to no namespace, and only administrators write them.
-        let words = ["get", "runtimeclass", CHART, "--output=json"];
-        let class = kubectl.run(&words, ASK).context(NOT_INSTALLED)?;
-        let class: Value = serde_json::from_str(&class)?;
+        let class = kubectl.installed(&["runtimeclass", CHART])?;
         let namespace = class["metadata"]["annotations"][NAMESPACE].as_str();
         let namespace = namespace.context(NOT_INSTALLED)?;
         let within = format!("--namespace={namespace}");
-        let words = ["get", "daemonset", CHART, &within, "--output=json"];
-        let one = kubectl.run(&words, ASK).context(NOT_INSTALLED)?;
-        let one: Value = serde_json::from_str(&one)?;
+        let one = kubectl.installed(&["daemonset", CHART, &within])?;
         Ok(Self {
             namespace: namespace.into(),
             spec: one["spec"]["template"]["spec"].clone(),
@@ -424,7 +429,50 @@ fn patch(template: &Value, container: &str, from: Option<&str>) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use cryopod_host::programs::{Output, ToolError};
+
     use super::*;
+
+    #[test]
+    fn no_installer_or_no_answer() {
+        /// What kubectl says of each object, and its exit code.
+        struct KubectlSays(&'static str, i32);
+        impl Tools for KubectlSays {
+            fn find(&self, name: &str) -> Option<PathBuf> {
+                Some(name.into())
+            }
+            fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+                let (code, text) = (self.1, self.0.to_owned());
+                let (stdout, stderr) = match code {
+                    0 => (text, String::new()),
+                    _ => (String::new(), text),
+                };
+                Ok(Output {
+                    code,
+                    stdout,
+                    stderr,
+                })
+            }
+        }
+        let found = |says: KubectlSays| {
+            let kubectl = Kubectl {
+                tools: &says,
+                program: Path::new("kubectl"),
+                cluster_words: Vec::new(),
+                namespace: None,
+            };
+            Installer::find(&kubectl)
+                .map(|found| found.namespace)
+                .map_err(|e| format!("{e:#}"))
+        };
+        assert_eq!(found(KubectlSays("", 0)), Err(NOT_INSTALLED.into()));
+        let older = KubectlSays(r#"{"metadata": {}}"#, 0);
+        assert_eq!(found(older), Err(NOT_INSTALLED.into()));
+        let class = r#"{"metadata": {"annotations": {"cryopod.dev/namespace": "n"}}}"#;
+        assert_eq!(found(KubectlSays(class, 0)), Ok("n".into()));
+        let refused = found(KubectlSays("Error from server (Forbidden): no", 1)).unwrap_err();
+        assert_eq!(refused, "kubectl get: Error from server (Forbidden): no");
+    }
 
     #[test]
     fn the_container() {
