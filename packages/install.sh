@@ -112,7 +112,7 @@ uninstall_all() {
     { grep -Fvx -f "$work/needed" "$root/$list" && cat "$work/needed"; } > "$work/listed"
     echo "cryopod's setup of engines will be undone, and $(grep -c . "$work/listed") files removed. Archives, and stores, stay."
     if [ -n "$purge" ]; then
-        echo "So will $root/$config and what cryopod made in /var/lib/cryopod, /var/cache/cryopod and /run/cryopod."
+        echo "So will $root/$config and what cryopod made in /var/lib/cryopod and /var/cache/cryopod."
     else
         echo "$root/$config stays; --purge removes it."
     fi

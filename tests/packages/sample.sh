@@ -16,6 +16,10 @@ cryopod setup podman --undo --yes > /tmp/said
 check 'undone' diff -r /etc/containers /tmp/etc-containers
 # Removal undoes it, too.
 cryopod setup podman --yes --no-test > /dev/null
+podman --runtime cryopod-runtime run --detach --name still --network none localhost/busybox sleep 1000 > /dev/null
+if dpkg --purge cryopod > /tmp/removed 2>&1; then exit 1; fi
+check 'a container needs it: says so' says /tmp/removed 'not removed: containers run with it \(process [0-9]* is of one\): remove them first'
+podman rm --force --time 0 still > /dev/null
 dpkg --purge cryopod > /tmp/removed
 check 'undone by the removal' diff -r /etc/containers /tmp/etc-containers
 listed > /tmp/after
