@@ -11,6 +11,7 @@ mod own_files;
 mod podman;
 mod rancher;
 mod record;
+mod running;
 mod runtime_trial;
 mod toml_file;
 mod trial;
@@ -32,6 +33,7 @@ use record::SetupRecord;
 
 /// The example's RuntimeClass, without the example's pod.
 const RUNTIME_CLASS: &str = include_str!("../../examples/kubernetes/runtimeclass.yaml");
+const UNLINKED: &str = "WARNING: containerd starts NO container until it is restarted, for it looks for a link that is gone: systemctl restart containerd (docker, where docker starts containerd)";
 const RESTART: Duration = Duration::from_secs(180);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -408,9 +410,12 @@ fn undo(
         }
         return Ok(ExitCode::SUCCESS);
     }
-    if records.iter().any(SetupRecord::has_own_files) && !args.dry_run {
-        trial::remove_leftovers(tools).context("what a killed test left")?;
-        own_files::unused(host)?;
+    if !args.dry_run {
+        let own_files = records.iter().any(SetupRecord::has_own_files);
+        if own_files {
+            trial::remove_leftovers(tools).context("what a killed test left")?;
+        }
+        running::ensure_none(host, target, node, own_files)?;
     }
     show(&changes)?;
     if args.dry_run {
@@ -427,12 +432,35 @@ fn undo(
         // With checkpoints in it, it stays.
         let _ = std::fs::remove_dir(host.path(DEFAULT));
     }
-    started_again(args, node, tools)?;
+    if !args.restart && changes.iter().any(Change::is_link) {
+        unlinked(tools)?;
+    } else {
+        started_again(args, node, tools)?;
+    }
     for record in &records {
         record.remove(host)?;
     }
     println!("{name} is as it was.");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Restarts containerd after the end of docker's link. containerd remembers the link, and without it starts no container of
+/// runc's any more. The containers that it has run on.
+fn unlinked(tools: &dyn Tools) -> anyhow::Result<()> {
+    let call = |words: &[&str]| {
+        let systemctl = tools.find("systemctl").context("no systemctl")?;
+        trial::run_one(tools, &systemctl, words, RESTART)
+    };
+    match call(&["is-active", "--quiet", "containerd"]) {
+        Ok(_) => {
+            call(&["restart", "containerd"]).context(UNLINKED)?;
+            println!("containerd was restarted.");
+        }
+        // dockerd has a containerd of its own, or none runs.
+        Err(_) => println!("{UNLINKED}"),
+    }
+    println!("docker reads the change after: systemctl restart docker");
+    Ok(())
 }
 
 /// Restarts the services that have to read a change, or says how to.
@@ -583,6 +611,11 @@ mod tests {
         dir.put("proc/3/cmdline", monitor);
         let refusal = undone(&host, Target::Podman).unwrap_err().to_string();
         assert!(refusal.contains("process 3 is of one"), "{refusal}");
+        // Also where nothing but the engine's configuration would change.
+        done(&host, Target::Docker);
+        let refusal = undone(&host, Target::Podman).unwrap_err().to_string();
+        assert!(refusal.contains("process 3 is of one"), "{refusal}");
+        undone(&host, Target::Docker).unwrap();
         let config = change::read(&host, Path::new(low_level::FILE)).unwrap();
         assert!(config.is_some() && host.path("/etc/containers").exists());
         std::fs::remove_dir_all(dir.path().join("proc/3")).unwrap();

@@ -48,6 +48,11 @@ impl Change {
         }
     }
 
+    /// Returns true if it is the change of a link.
+    pub fn is_link(&self) -> bool {
+        matches!(self, Self::Link { .. })
+    }
+
     /// As a unified diff.
     pub fn shown(&self) -> String {
         match self {

@@ -13,7 +13,7 @@ use toml_edit::{DocumentMut, Item};
 
 use super::change::Change;
 use super::toml_file::{put_back, set, table};
-use super::{WantedSetup, crio, own_files};
+use super::{WantedSetup, crio, running};
 
 pub const FILE: &str = "/etc/cryopod/config.toml";
 const TABLE: &str = "runtime";
@@ -57,10 +57,10 @@ pub fn ensure_kept(host: &Host, tools: &dyn Tools, changes: &[Change]) -> anyhow
         };
         find(&before).ok() != find(&after).ok()
     };
-    let running = own_files::user(host, |pid, _| {
+    let running = running::find(host, |process| {
         // The shim names a runtime to the processes of its containers.
         let all = host
-            .text(format!("/proc/{pid}/environ"))
+            .text(format!("/proc/{}/environ", process.pid))
             .unwrap_or_default();
         let mut all = all.split('\0');
         moved(all.find_map(|set| set.strip_prefix(ENV)?.strip_prefix('=')))
@@ -68,7 +68,7 @@ pub fn ensure_kept(host: &Host, tools: &dyn Tools, changes: &[Change]) -> anyhow
     // CRI-O keeps those that have ended, without a process.
     let mut kept = host.names(crio::STATE).into_iter();
     let kept = kept.find(|id| !id.starts_with('.') && moved(None));
-    let one = running.map(|pid| format!("process {pid} is of one"));
+    let one = running.map(|process| format!("process {} is of one", process.pid));
     match one.or_else(|| kept.map(|id| format!("CRI-O's {id} is one"))) {
         Some(one) => bail!(
             "{FILE}: there are containers of cryopod ({one}), and with this change another low-level runtime than theirs would be asked for them: remove them first"

@@ -6,10 +6,8 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use cryopod_host::files::{Host, if_there};
 
 use super::change;
@@ -17,8 +15,6 @@ use super::change;
 /// Where they are on a node. `/usr` is read-only on some.
 pub const DIRECTORY: &str = "/opt/cryopod";
 const PROGRAMS: [&str; 3] = ["cryopod", "cryopod-runtime", "containerd-shim-cryopod-v2"];
-const END: Duration = Duration::from_secs(3);
-const PAUSE: Duration = Duration::from_millis(100);
 const LIBRARIES: &str = "lib/cryopod";
 
 /// The files, open, by their places below [`DIRECTORY`]. They come from another root.
@@ -103,45 +99,10 @@ impl OwnFiles {
     }
 }
 
-/// Removes them. Fails while containers need them.
+/// Removes them.
 pub fn remove(host: &Host) -> anyhow::Result<()> {
     if_there(fs::remove_dir_all(host.path(DIRECTORY))).context(DIRECTORY)?;
     Ok(())
-}
-
-/// Fails if containers of this node need the files.
-pub fn unused(host: &Host) -> anyhow::Result<()> {
-    match user(host, |_, program| program.starts_with(DIRECTORY)) {
-        Some(pid) => bail!(
-            "pods with the runtime class still run on this node (process {pid} is of one): delete them first"
-        ),
-        None => Ok(()),
-    }
-}
-
-/// Finds a process of a container of cryopod that `counts`: it gets the process and the path of cryopod's program, which
-/// shims and monitors have in their command line.
-pub fn user(host: &Host, counts: impl Fn(&str, &Path) -> bool) -> Option<String> {
-    let uses = |pid: &String| {
-        let words = host
-            .text(format!("/proc/{pid}/cmdline"))
-            .unwrap_or_default();
-        let exe = fs::read_link(host.path(format!("/proc/{pid}/exe"))).unwrap_or_default();
-        let mut paths = words.split('\0').map(Path::new).chain([exe.as_path()]);
-        let ours = |path: &Path| {
-            let name = path.file_name().filter(|_| path.is_absolute());
-            name.is_some_and(|name| PROGRAMS[1..].iter().any(|own| name == *own))
-        };
-        pid.parse::<u32>().is_ok() && paths.any(|path| ours(path) && counts(pid, path))
-    };
-    // A shim ends soon after its container.
-    let end = Instant::now() + END;
-    loop {
-        match host.names("/proc").iter().find(|pid| uses(pid)) {
-            Some(_) if Instant::now() < end => thread::sleep(PAUSE),
-            found => return found.cloned(),
-        }
-    }
 }
 
 fn same(file: &File, path: &Path) -> io::Result<bool> {
@@ -220,20 +181,5 @@ mod tests {
         remove(&host).unwrap();
         remove(&host).unwrap();
         assert!(!place.exists());
-    }
-
-    #[test]
-    fn containers_need_them() {
-        let dir = tempfile::tempdir().unwrap();
-        let host = Host::at(dir.path());
-        let process = |pid: &str, words: &str| {
-            fs::create_dir_all(dir.path().join("proc").join(pid)).unwrap();
-            fs::write(dir.path().join("proc").join(pid).join("cmdline"), words).unwrap();
-        };
-        process("1", "/sbin/init\0");
-        process("2", "/opt/cryopod/bin/cryopod\0setup\0");
-        unused(&host).unwrap();
-        process("3", "conmon\0-r\0/opt/cryopod/bin/cryopod-runtime\0");
-        assert!(unused(&host).unwrap_err().to_string().contains("process 3"));
     }
 }

@@ -14,6 +14,7 @@ cat > /usr/local/bin/systemctl << 'SH'
 end() { kill "$1"; while kill -0 "$1" 2> /dev/null; do sleep 0.1; done; }
 case $* in
     "cat containerd" | "cat docker") ;;
+    "is-active --quiet containerd") pgrep -x containerd > /dev/null ;;
     "restart containerd")
         end "$(pgrep -x containerd)"
         containerd >> /tmp/containerd.log 2>&1 &

@@ -136,7 +136,7 @@ mkdir -p /opt/cryopod/bin
 cp /usr/bin/sleep $ours
 $ours 1000 &
 if cryopod setup kubernetes --node-root $node --yes --restart --undo > /tmp/said 2>&1; then exit 1; fi
-check 'a pod runs: says so' says /tmp/said "process $! is of one\): delete them first"
+check 'a pod runs: says so' says /tmp/said "process $! is of one\): remove them first"
 kill $!
 rm -r /opt/cryopod
 setup --undo

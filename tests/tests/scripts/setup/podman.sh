@@ -71,7 +71,7 @@ check 'podman needs it: says so' says /tmp/said "^$config stays: podman needs it
 mkimage
 pod run --detach --name c localhost/busybox sleep 1000 > /dev/null
 if cryopod setup podman --undo --yes > /tmp/said 2>&1; then exit 1; fi
-check 'a container needs it: says so' says /tmp/said "^.*$config: there are containers of cryopod .*: remove them first"
+check 'a container needs it: says so' says /tmp/said 'containers run with cryopod \(process .*: remove them first'
 check 'its runtime knows it' pod rm --force --time 0 c
 cryopod setup podman --undo --yes > /dev/null
 check 'the last undo takes it' test ! -e $config
