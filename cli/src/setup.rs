@@ -144,10 +144,13 @@ impl WantedSetup<'_> {
     fn own_configuration(&self, target: Target) -> anyhow::Result<Option<Change>> {
         let path = Path::new(low_level::FILE);
         let before = change::read(self.host, path)?;
-        let record = SetupRecord::read(self.host, record::SHARED)?;
+        let made = |text: &str| {
+            let record = SetupRecord::read(self.host, record::SHARED)?;
+            anyhow::Ok(record.made_file(path, text))
+        };
         let text = match (&before, self.settings) {
             (None, Some(settings)) => settings,
-            (Some(text), Some(settings)) if record.made_file(path, text) => settings,
+            (Some(text), Some(settings)) if made(text)? => settings,
             (before, _) => before.as_deref().unwrap_or_default(),
         };
         // containerd's shim names a low-level runtime itself: runc, or that of the runtime's options, NVIDIA's, say.
@@ -289,6 +292,10 @@ fn set_up(
 ) -> anyhow::Result<ExitCode> {
     let (target, host, tools) = (args.engine, wanted.host, wanted.tools);
     let name = wanted.node.map_or(target.key(), NodeRuntime::name);
+    let undo = format!("cryopod setup {} --undo", target.name());
+    if !args.dry_run {
+        SetupRecord::close(host)?;
+    }
     let changes = wanted.changes(target)?;
     let files = brought.map(|brought| &brought.files);
     let in_place = files.map_or(Ok(true), |files| files.are_in_place(host));
@@ -304,6 +311,12 @@ fn set_up(
             return Ok(ExitCode::SUCCESS);
         }
         low_level::ensure_kept(host, tools, &changes)?;
+        if files.is_some() {
+            SetupRecord::ensure_place(host, target.key())?;
+        }
+        if target == Target::Docker {
+            docker::ensure_valid(wanted, &changes)?;
+        }
         if !agreed(args)? {
             return Ok(ExitCode::FAILURE);
         }
@@ -343,7 +356,13 @@ fn set_up(
         None => !args.restart && changes.is_empty(),
     };
     if !read {
-        started_again(args, wanted.node, tools)?;
+        started_again(args, wanted.node, tools).with_context(|| {
+            let backup = record::directory(target.key());
+            format!(
+                "the setup stays: `{undo} --restart` takes it back; {} has the files as they were",
+                backup.display()
+            )
+        })?;
     }
     if args.no_test {
         return Ok(ExitCode::SUCCESS);
@@ -372,8 +391,7 @@ fn set_up(
             );
         }
         Err(error) => bail!(
-            "the test failed, and the setup stays (`cryopod setup {} --undo` takes it back; `cryopod check` says what this host lacks): {error:#}",
-            target.name()
+            "the test failed, and the setup stays (`{undo}` takes it back; `cryopod check` says what this host lacks): {error:#}"
         ),
     }
     Ok(ExitCode::SUCCESS)

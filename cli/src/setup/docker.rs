@@ -2,18 +2,25 @@
 //! `docker start --checkpoint` fails (docs/containerd.md).
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
+use cryopod_host::files::Host;
 use serde::Serialize;
 use serde_json::ser::PrettyFormatter;
 use serde_json::{Map, Value, json};
 
-use super::WantedSetup;
+use crate::temp_dir::{Holds, LockedTempDir};
+
 use super::change::{self, Change};
+use super::{WantedSetup, low_level, running, trial};
 
 const FILE: &str = "/etc/docker/daemon.json";
 /// The first directory of the PATH that systemd gives to services, and of root's.
 const SHIM: &str = "/usr/local/sbin/containerd-shim-runc-v2";
+const DAEMON: &str = "dockerd";
+const REFUSES: &str = "unable to configure the Docker daemon";
+const LIMIT: Duration = Duration::from_secs(30);
 const NAME: &str = "cryopod";
 const DEFAULT: &str = "default-runtime";
 const EXPERIMENTAL: &str = "experimental";
@@ -41,6 +48,56 @@ pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
         _ => bail!("{SHIM} is not cryopod's: see whether it is needed, and move it away"),
     }
     Ok(all)
+}
+
+/// Fails if the docker that runs here says that it would not start with the change: a key may also be one of its flags.
+/// docker knows the question since version 23.
+pub fn ensure_valid(wanted: &WantedSetup<'_>, changes: &[Change]) -> anyhow::Result<()> {
+    let new = changes.iter().find_map(|change| match change {
+        Change::File {
+            path,
+            after: Some(text),
+            ..
+        } if !low_level::is_own(change) => Some((path, text)),
+        _ => None,
+    });
+    let (Some((path, text)), Some(program)) = (new, wanted.tools.find(DAEMON)) else {
+        return Ok(());
+    };
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let file = temp.path().join("daemon.json");
+    std::fs::write(&file, text)?;
+    let file = file.to_string_lossy();
+    let flags = flags(wanted.host);
+    let mut words: Vec<&str> = flags.iter().map(String::as_str).collect();
+    words.extend(["--config-file", &file, "--validate"]);
+    match trial::run_one(wanted.tools, &program, &words, LIMIT) {
+        Err(error) if error.to_string().contains(REFUSES) => {
+            Err(error).with_context(|| format!("{}: docker would not start", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The flags of the daemon that runs, without the name of its file.
+fn flags(host: &Host) -> Vec<String> {
+    let pids = host.names("/proc").into_iter();
+    let daemon = pids.into_iter().find(|pid| {
+        let name = host.line(format!("/proc/{pid}/comm"));
+        name.as_deref() == Some(DAEMON) && running::is_of_host(host, pid)
+    });
+    let words = daemon.and_then(|pid| host.text(format!("/proc/{pid}/cmdline")).ok());
+    let words = words.unwrap_or_default();
+    let mut words = words.split_terminator('\0').skip(1);
+    let mut all = Vec::new();
+    while let Some(word) = words.next() {
+        match word {
+            "--config-file" => drop(words.next()),
+            word if word.starts_with("--config-file=") => {}
+            word => all.push(word.to_owned()),
+        }
+    }
+    all
 }
 
 /// Returns true if our shim is the first of the stock shim's name on PATH.
@@ -130,6 +187,11 @@ fn written(all: &Map<String, Value>, like: &str) -> anyhow::Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+
+    use cryopod_host::programs::{Output, ToolError, Tools};
+    use cryopod_test_files::TestFiles;
+
     use super::*;
 
     const RUNTIME: &str = "/usr/bin/cryopod-runtime";
@@ -189,6 +251,57 @@ mod tests {
         );
         let undone = without(&after, Some(text)).unwrap().unwrap();
         assert_eq!(parsed(&undone).unwrap(), parsed(text).unwrap());
+    }
+
+    #[test]
+    fn a_daemon_that_would_not_start() {
+        /// Also has `experimental` as a flag.
+        struct Flagged;
+        impl Tools for Flagged {
+            fn find(&self, name: &str) -> Option<PathBuf> {
+                (name == DAEMON).then(|| name.into())
+            }
+            fn output(&self, _: &Path, args: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+                let words = args.iter().map(|word| word.to_str().unwrap());
+                let words: Vec<_> = words.collect();
+                let [flags @ .., "--config-file", file, "--validate"] = &words[..] else {
+                    panic!("{words:?}");
+                };
+                assert!(std::fs::read_to_string(file).unwrap().contains(RUNTIME));
+                let stderr = match flags.contains(&"--experimental") {
+                    true => format!("{REFUSES} with file {file}: experimental"),
+                    false => "unknown flag: --validate".into(),
+                };
+                let code = 1;
+                let stdout = String::new();
+                Ok(Output {
+                    code,
+                    stdout,
+                    stderr,
+                })
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let wanted = WantedSetup {
+            host: &host,
+            tools: &Flagged,
+            config: None,
+            default: false,
+            settings: None,
+            runtime: RUNTIME.into(),
+            shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
+            node: None,
+        };
+        let changes = changes(&wanted).unwrap();
+        ensure_valid(&wanted, &changes).unwrap();
+        dir.put("proc/3/comm", "dockerd\n");
+        dir.put(
+            "proc/3/cmdline",
+            "dockerd\0--config-file\0/x\0--experimental\0",
+        );
+        let error = ensure_valid(&wanted, &changes).unwrap_err().to_string();
+        assert!(error.contains(FILE), "{error}");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! What a setup changed, in `/var/lib/cryopod/setup/ENGINE`: `record.json`, and the files as they were before.
 
+use std::fs;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, bail};
@@ -14,6 +16,11 @@ const DIRECTORY: &str = "/var/lib/cryopod/setup";
 const NAME: &str = "record.json";
 /// The record of cryopod's own configuration, which the setups of all engines share: the undoing of the last one undoes it.
 pub const SHARED: &str = "cryopod";
+
+/// The directory of an engine's record and backups.
+pub fn directory(engine: &str) -> PathBuf {
+    Path::new(DIRECTORY).join(engine)
+}
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct SetupRecord {
@@ -33,7 +40,7 @@ pub struct SetupRecord {
 impl SetupRecord {
     /// Reads the record of an engine; an empty one if there is none.
     pub fn read(host: &Host, engine: &str) -> anyhow::Result<Self> {
-        let path = Path::new(DIRECTORY).join(engine).join(NAME);
+        let path = directory(engine).join(NAME);
         let mut record: Self = match change::read(host, &path)? {
             Some(text) => serde_json::from_str(&text)
                 .with_context(|| format!("{}: not a record of a setup", path.display()))?,
@@ -57,6 +64,22 @@ impl SetupRecord {
         })
     }
 
+    /// Fails if the place of cryopod's own files has others.
+    pub fn ensure_place(host: &Host, engine: &str) -> anyhow::Result<()> {
+        let place = own_files::DIRECTORY;
+        if host.path(place).exists() && !Self::read(host, engine)?.own_files {
+            bail!("{place} is not of this setup: move it away");
+        }
+        Ok(())
+    }
+
+    /// Closes the backups to all but root: an engine's configuration can hold secrets.
+    pub fn close(host: &Host) -> anyhow::Result<()> {
+        let closed = fs::set_permissions(host.path(DIRECTORY), PermissionsExt::from_mode(0o700));
+        if_there(closed).context(DIRECTORY)?;
+        Ok(())
+    }
+
     /// Makes changes, and returns the directory of the backup, which is complete before the first change.
     pub fn make(
         host: &Host,
@@ -65,23 +88,18 @@ impl SetupRecord {
         files: Option<&OwnFiles>,
     ) -> anyhow::Result<PathBuf> {
         let mut record = Self::read(host, engine)?;
-        let own = Path::new(own_files::DIRECTORY);
-        if files.is_some() && !record.own_files {
-            if host.path(own).exists() {
-                bail!("{} is not of this setup: move it away", own.display());
-            }
-            record.own_files = true;
-        }
+        record.own_files |= files.is_some();
         for change in changes {
             record.add(change.clone());
             record.add_made(missing(host, change.path()));
         }
         if files.is_some() {
-            record.add_made(missing(host, own));
+            record.add_made(missing(host, Path::new(own_files::DIRECTORY)));
         }
-        let directory = Path::new(DIRECTORY).join(engine);
+        let directory = directory(engine);
         let failed = || format!("{}: the backup cannot be written", directory.display());
-        std::fs::create_dir_all(host.path(&directory)).with_context(failed)?;
+        fs::create_dir_all(host.path(&directory)).with_context(failed)?;
+        Self::close(host)?;
         for change in &record.changes {
             if let Change::File {
                 path,
@@ -94,14 +112,19 @@ impl SetupRecord {
                     .components()
                     .filter(|part| matches!(part, Component::Normal(_)));
                 let copy = host.path(directory.join(names.collect::<PathBuf>()));
-                std::fs::create_dir_all(copy.parent().unwrap_or(&copy)).with_context(failed)?;
+                fs::create_dir_all(copy.parent().unwrap_or(&copy)).with_context(failed)?;
                 change::write(&copy, text).with_context(failed)?;
+                if let Ok(original) = host.path(path).metadata() {
+                    fs::set_permissions(&copy, original.permissions()).with_context(failed)?;
+                }
             }
         }
         let text = serde_json::to_string_pretty(&record)?;
-        change::write(&host.path(directory.join(NAME)), &text).with_context(failed)?;
+        let path = host.path(directory.join(NAME));
+        change::write(&path, &text).with_context(failed)?;
+        fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).with_context(failed)?;
         for dir in &record.made {
-            match std::fs::create_dir(host.path(dir)) {
+            match fs::create_dir(host.path(dir)) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(e).with_context(|| format!("{}: cannot be made", dir.display()));
                 }
@@ -185,7 +208,7 @@ impl SetupRecord {
                     }
                 }
                 Change::Link { path, after, .. } => {
-                    let now = std::fs::read_link(host.path(path)).ok();
+                    let now = fs::read_link(host.path(path)).ok();
                     // Another link is not ours.
                     if now.is_some() && now == *after {
                         all.push(Change::Link {
@@ -210,20 +233,18 @@ impl SetupRecord {
             own_files::remove(host)?;
         }
         for change in &self.changes {
-            if_there(std::fs::remove_file(change::beside(
-                &host.path(change.path()),
-            )))
-            .with_context(|| change.path().display().to_string())?;
+            if_there(fs::remove_file(change::beside(&host.path(change.path()))))
+                .with_context(|| change.path().display().to_string())?;
         }
         for dir in self.made.iter().rev() {
             // It may hold other things by now.
-            let _ = std::fs::remove_dir(host.path(dir));
+            let _ = fs::remove_dir(host.path(dir));
         }
-        let own = Path::new(DIRECTORY).join(&self.engine);
-        let removed = if_there(std::fs::remove_dir_all(host.path(&own)));
+        let own = directory(&self.engine);
+        let removed = if_there(fs::remove_dir_all(host.path(&own)));
         removed.with_context(|| own.display().to_string())?;
         for dir in own.ancestors().skip(1).take(2) {
-            let _ = std::fs::remove_dir(host.path(dir));
+            let _ = fs::remove_dir(host.path(dir));
         }
         Ok(())
     }
@@ -281,12 +302,12 @@ mod tests {
     fn made_and_undone() {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
-        std::fs::create_dir(dir.path().join("var")).unwrap();
-        std::fs::create_dir(dir.path().join("var/lib")).unwrap();
+        fs::create_dir(dir.path().join("var")).unwrap();
+        fs::create_dir(dir.path().join("var/lib")).unwrap();
         let change = file(None, "ours\n");
         SetupRecord::make(&host, "e", std::slice::from_ref(&change), None).unwrap();
         let path = dir.path().join("etc/engine/e.conf");
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "ours\n");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "ours\n");
         let record = SetupRecord::read(&host, "e").unwrap();
         for undo in undone(&host) {
             undo.make(&host).unwrap();
@@ -303,12 +324,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
         let path = dir.path().join("etc/engine/e.conf");
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, "a\n").unwrap();
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "a\n").unwrap();
         SetupRecord::make(&host, "e", &[file(Some("a\n"), "a\nours\n")], None).unwrap();
         let backup = dir.path().join("var/lib/cryopod/setup/e/etc/engine/e.conf");
-        assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
-        std::fs::write(&path, "a\nours\nb\n").unwrap();
+        assert_eq!(fs::read_to_string(backup).unwrap(), "a\n");
+        fs::write(&path, "a\nours\nb\n").unwrap();
         assert_eq!(undone(&host), [file(Some("a\nours\nb\n"), "a\nb\n")]);
         // After a second setup, too.
         let all = "a\nours\nb\nours\n";
@@ -321,23 +342,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
         let path = dir.path().join("etc/engine/e.conf");
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(&path, "a  \n").unwrap();
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "a  \n").unwrap();
         let change = file(Some("a  \n"), "a\nours\n");
         SetupRecord::make(&host, "e", std::slice::from_ref(&change), None).unwrap();
         // Killed before the file was renamed.
-        std::fs::write(&path, "a  \n").unwrap();
-        std::fs::write(change::beside(&path), "half").unwrap();
+        fs::write(&path, "a  \n").unwrap();
+        fs::write(change::beside(&path), "half").unwrap();
         assert!(undone(&host).is_empty());
         SetupRecord::make(&host, "e", &[change], None).unwrap();
         let record = SetupRecord::read(&host, "e").unwrap();
         assert_eq!(undone(&host), [file(Some("a\nours\n"), "a  \n")]);
-        std::fs::write(change::beside(&path), "half").unwrap();
+        fs::write(change::beside(&path), "half").unwrap();
         record.remove(&host).unwrap();
-        assert_eq!(
-            std::fs::read_dir(path.parent().unwrap()).unwrap().count(),
-            1
-        );
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 
     #[test]
@@ -352,9 +370,41 @@ mod tests {
         SetupRecord::make(&host, "e", &changes, None).unwrap();
         for change in &changes {
             let backup = format!("{DIRECTORY}/e{}", change.path().display());
-            let backup = std::fs::read_to_string(host.path(backup)).unwrap();
+            let backup = fs::read_to_string(host.path(backup)).unwrap();
             assert_eq!(Path::new(&backup), change.path());
         }
+    }
+
+    #[test]
+    fn a_place_of_somebody_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        SetupRecord::ensure_place(&host, "e").unwrap();
+        dir.dir(&own_files::DIRECTORY[1..]);
+        assert!(SetupRecord::ensure_place(&host, "e").is_err());
+        let ours = r#"{"changes": [], "made": [], "edited": [], "own_files": true}"#;
+        dir.put("var/lib/cryopod/setup/e/record.json", ours);
+        SetupRecord::ensure_place(&host, "e").unwrap();
+    }
+
+    #[test]
+    fn backups_are_roots_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        // An older setup left it open.
+        dir.dir(&DIRECTORY[1..]);
+        dir.put("etc/engine/e.conf", "secret\n");
+        let original = dir.path().join("etc/engine/e.conf");
+        fs::set_permissions(&original, PermissionsExt::from_mode(0o640)).unwrap();
+        let change = file(Some("secret\n"), "secret\nours\n");
+        SetupRecord::make(&host, "e", &[change], None).unwrap();
+        let mode = |path: &str| {
+            let path = host.path(DIRECTORY).join(path);
+            path.metadata().unwrap().permissions().mode() & 0o777
+        };
+        assert_eq!(mode(""), 0o700);
+        assert_eq!(mode("e/etc/engine/e.conf"), 0o640);
+        assert_eq!(mode("e/record.json"), 0o600);
     }
 
     #[test]
@@ -369,7 +419,7 @@ mod tests {
         SetupRecord::make(&host, "e", &[link], None).unwrap();
         assert_eq!(undone(&host).len(), 1);
         let path = dir.path().join("bin/shim");
-        std::fs::remove_file(&path).unwrap();
+        fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/usr/bin/theirs", &path).unwrap();
         assert!(undone(&host).is_empty());
     }
