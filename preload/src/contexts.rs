@@ -1,8 +1,9 @@
 //! The process's CUDA contexts, whose work a checkpoint waits for.
 
 use crate::driver::{call_at, other};
+use crate::process::PerProcess;
 use std::ffi::{CStr, c_int};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 #[derive(Clone, Copy)]
 struct Context {
@@ -11,10 +12,10 @@ struct Context {
     primary: Option<i32>,
 }
 
-static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
+static CONTEXTS: PerProcess<Vec<Context>> = PerProcess::new(Vec::new(), Vec::new());
 
 fn contexts() -> MutexGuard<'static, Vec<Context>> {
-    CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner)
+    CONTEXTS.lock()
 }
 
 /// Notes a context, once; `primary` is the device whose primary context it is.

@@ -3,9 +3,10 @@
 //! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
+use crate::imports::foreign;
 use crate::memory::{self, Exported};
 use crate::nccl::{moves, state};
-use crate::{contexts, gate, idle};
+use crate::{contexts, driver, gate, idle, linked, process};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -26,7 +27,8 @@ static STARTED: AtomicBool = AtomicBool::new(false);
 /// Descriptors that a forked child must not keep: our end, the agent's, the card, the copy that stays, and the memory that is kept.
 static DESCRIPTORS: [AtomicI32; 5] = [const { AtomicI32::new(-1) }; 5];
 
-/// Starts the thread, once. A process in which that fails works, and its memory is the driver's affair.
+/// Starts the thread, once, and in no forked child. A process in which that fails works, and its memory is the driver's
+/// affair.
 pub fn start() {
     if STARTED.swap(true, SeqCst) {
         return;
@@ -46,8 +48,8 @@ extern "C" fn forked() {
         }
     }
     // Nobody would open it: the child has the driver's error instead of a call that never returns.
+    process::forked();
     gate::open();
-    STARTED.store(false, SeqCst);
 }
 
 fn try_start() -> io::Result<()> {
@@ -133,7 +135,10 @@ fn serve(socket: &OwnedFd) {
         let received = match wire::request(socket, left) {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                control.go_on();
+                // Another holder of the socket may have read what was there.
+                if matches!(control.state, State::Stopped(until) if Instant::now() >= until) {
+                    control.go_on();
+                }
                 continue;
             }
             Err(_) => return,
@@ -219,12 +224,12 @@ impl Control<'_> {
                 let from = fd.ok_or(Reason::Order)?;
                 self.take_back(offset, bytes, from)
             }
-            (Request::Go, State::Open) => Ok(()),
-            (Request::Go, State::Stopped(_)) => {
+            (Request::Go { .. }, State::Open) => Ok(()),
+            (Request::Go { .. }, State::Stopped(_)) => {
                 self.go_on();
                 Ok(())
             }
-            (Request::Go, State::Away) => match memory::filled() {
+            (Request::Go { filled }, State::Away) => match memory::is_back(filled != 0) {
                 true => {
                     memory::be_patient();
                     self.go_on();
@@ -246,6 +251,7 @@ impl Control<'_> {
                     self.set_kept(fd);
                 }
                 let filled = self.fill();
+                memory::be_impatient();
                 state::give_up();
                 filled
             }
@@ -263,6 +269,7 @@ impl Control<'_> {
             }
             (Request::Fill, State::Open | State::Stopped(_)) => {
                 self.go_on();
+                memory::be_impatient();
                 state::give_up();
                 Ok(())
             }
@@ -326,12 +333,16 @@ impl Control<'_> {
         self.set_spare(None);
         let (limit, hold) = (limit.min(LONGEST), hold.min(LONGEST));
         let until = Instant::now() + limit;
-        if !gate::holds_all() {
+        if !gate::holds_all() || !linked::names(driver::is_unknown).is_empty() {
             return Err(Reason::Unknown);
         }
         loop {
             if !gate::shut(until) {
                 return Err(Reason::Busy);
+            }
+            if foreign().has_multicast() {
+                gate::open();
+                return Err(Reason::Multicast);
             }
             if !gate::is_capturing() {
                 break;
@@ -387,7 +398,7 @@ impl Control<'_> {
             let contents = Contents::map(file).map_err(|_| Reason::Order)?;
             in_a_context(|| memory::fill_from(contents.bytes()))?;
         }
-        match memory::filled() {
+        match memory::is_back(true) {
             true => self.go_on(),
             false => return Err(Reason::Order),
         }

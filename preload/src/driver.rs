@@ -64,6 +64,34 @@ all_symbols!(symbols);
 
 pub const SYMBOLS: usize = Symbol::Count as usize;
 
+/// How names of functions begin that enqueue work or touch GPU memory.
+const ENQUEUE: [&str; 12] = [
+    "cuLaunch",
+    "cuGraphLaunch",
+    "cuMemcpy",
+    "cuMemset",
+    "cuMemPrefetch",
+    "cuMemDiscard",
+    "cuMemBatch",
+    "cuMemAllocAsync",
+    "cuMemAllocFromPool",
+    "cuMemFreeAsync",
+    "cuStreamBatchMemOp",
+    "cuStreamW",
+];
+
+/// Returns true if a function enqueues work or touches GPU memory, by its name.
+pub fn enqueues(name: &[u8]) -> bool {
+    ENQUEUE
+        .iter()
+        .any(|start| name.starts_with(start.as_bytes()))
+}
+
+/// Returns true for such a function that this library does not stand in front of.
+pub fn is_unknown(name: &[u8]) -> bool {
+    enqueues(name) && NAMES.iter().all(|known| known.to_bytes() != name)
+}
+
 const fn c_name(name: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(name.as_bytes()) {
         Ok(name) => name,
@@ -165,5 +193,20 @@ pub unsafe fn call_at<const N: usize>(real: usize, arguments: [usize; N]) -> c_i
     unsafe {
         let function: Six = std::mem::transmute(real);
         function(a, b, c, d, e, f)
+    }
+}
+
+/// The same with up to twelve arguments.
+///
+/// # Safety
+/// As for [`call`].
+pub unsafe fn call_many(real: usize, [a, b, c, d, e, f, g, h, i, j, k, l]: [usize; 12]) -> c_int {
+    if real == 0 {
+        return NOT_INITIALIZED;
+    }
+    // SAFETY: a function of the driver's with at most twelve such arguments; further ones are ignored.
+    unsafe {
+        let function: Many<c_int> = std::mem::transmute(real);
+        function(a, b, c, d, e, f, g, h, i, j, k, l)
     }
 }

@@ -9,7 +9,7 @@
 
 use crate::control;
 use crate::driver::{
-    Many, NOT_INITIALIZED, REAL_DLSYM, SYMBOLS, Symbol, address, hooks, real, real_dlsym, reals,
+    Many, REAL_DLSYM, SYMBOLS, Symbol, address, call_many, enqueues, hooks, real, real_dlsym, reals,
 };
 use crate::gate;
 use crate::hooks;
@@ -21,22 +21,6 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 const SUCCESS: c_int = 0;
 /// Functions for what the table does not have.
 const SPARE: usize = 64;
-
-/// How names of functions begin that enqueue work or touch GPU memory.
-const ENQUEUE: [&str; 12] = [
-    "cuLaunch",
-    "cuGraphLaunch",
-    "cuMemcpy",
-    "cuMemset",
-    "cuMemPrefetch",
-    "cuMemDiscard",
-    "cuMemBatch",
-    "cuMemAllocAsync",
-    "cuMemAllocFromPool",
-    "cuMemFreeAsync",
-    "cuStreamBatchMemOp",
-    "cuStreamW",
-];
 
 /// Defines the functions that pass the gate and do nothing else, and lists all that this library exports.
 macro_rules! table {
@@ -99,19 +83,6 @@ fn fronts() -> Option<&'static [(usize, usize)]> {
     Some(fronts)
 }
 
-/// # Safety
-/// As for [`crate::driver::call`].
-unsafe fn call_many(real: usize, [a, b, c, d, e, f, g, h, i, j, k, l]: [usize; 12]) -> c_int {
-    if real == 0 {
-        return NOT_INITIALIZED;
-    }
-    // SAFETY: a function of the driver's with at most twelve such arguments; further ones are ignored.
-    unsafe {
-        let function: Many<c_int> = std::mem::transmute(real);
-        function(a, b, c, d, e, f, g, h, i, j, k, l)
-    }
-}
-
 hooks! {
     fn cuInit(flags: usize) {
         let code = real!(cuInit, flags);
@@ -162,14 +133,11 @@ fn front_of(name: &[u8], real: *mut c_void) -> *mut c_void {
     let Some(fronts) = fronts() else {
         return real;
     };
-    let enqueues = || {
-        ENQUEUE
-            .iter()
-            .any(|start| name.starts_with(start.as_bytes()))
-    };
+    // A lookup in all loaded files finds this library's own.
+    let is_front = || fronts.iter().any(|front| front.1 == real as usize);
     match fronts.binary_search_by_key(&(real as usize), |front| front.0) {
         Ok(at) => fronts[at].1 as *mut c_void,
-        Err(_) if enqueues() => spare(real),
+        Err(_) if enqueues(name) && !is_front() => spare(real),
         Err(_) => real,
     }
 }

@@ -3,10 +3,11 @@
 //! Each thread says in a word of its own that it is in such a call. Whoever shuts the gate waits until no thread is. An
 //! open gate costs a call one exchange on that word and one load.
 
+use crate::process::PerProcess;
 use rustix::thread::futex;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 const OPEN: u32 = 0;
@@ -14,7 +15,7 @@ const SHUT: u32 = 1;
 const TICK: Duration = Duration::from_micros(100);
 
 static GATE: AtomicU32 = AtomicU32::new(OPEN);
-static THREADS: Mutex<Vec<Weak<AtomicU32>>> = Mutex::new(Vec::new());
+static THREADS: PerProcess<Vec<Weak<AtomicU32>>> = PerProcess::new(Vec::new(), Vec::new());
 /// Calls of threads that are ending, whose own word is gone.
 static LATE: AtomicU32 = AtomicU32::new(0);
 
@@ -32,7 +33,7 @@ thread_local! {
 impl Thread {
     fn new() -> Self {
         let word = Arc::new(AtomicU32::new(0));
-        let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = THREADS.lock();
         threads.retain(|word| word.strong_count() > 0);
         threads.push(Arc::downgrade(&word));
         Self {
@@ -124,7 +125,7 @@ pub fn shut(deadline: Instant) -> bool {
 }
 
 fn is_used() -> bool {
-    let threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    let threads = THREADS.lock();
     LATE.load(SeqCst) > 0
         || threads
             .iter()
@@ -138,24 +139,27 @@ pub fn open() {
     let _ = futex::wake(&GATE, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
 }
 
-/// Streams of which a graph is being captured. A capture cannot be interrupted.
-static CAPTURES: AtomicU32 = AtomicU32::new(0);
+/// Streams of which a graph is being captured, by handle: each thread may have one of its own under the same. A capture
+/// cannot be interrupted.
+static CAPTURES: PerProcess<Vec<usize>> = PerProcess::new(Vec::new(), Vec::new());
 static UNHELD: AtomicU32 = AtomicU32::new(0);
 
 /// Returns true while a graph is being captured on any stream.
 pub fn is_capturing() -> bool {
-    CAPTURES.load(SeqCst) > 0
+    !CAPTURES.lock().is_empty()
 }
 
-/// Counts a capture that has begun.
-pub fn capture_began() {
-    CAPTURES.fetch_add(1, SeqCst);
+/// Notes a capture of a stream that has begun.
+pub fn capture_began(stream: usize) {
+    CAPTURES.lock().push(stream);
 }
 
-/// Counts a capture that has ended.
-pub fn capture_ended() {
-    let less = |captures: u32| Some(captures.saturating_sub(1));
-    let _ = CAPTURES.fetch_update(SeqCst, SeqCst, less);
+/// Notes that a stream is not captured any more, if it was.
+pub fn capture_ended(stream: usize) {
+    let mut captures = CAPTURES.lock();
+    if let Some(at) = captures.iter().position(|one| *one == stream) {
+        captures.swap_remove(at);
+    }
 }
 
 /// Notes that the program has a function that may enqueue work and does not pass the gate.
@@ -176,6 +180,19 @@ mod tests {
 
     fn soon() -> Instant {
         Instant::now() + Duration::from_millis(50)
+    }
+
+    #[test]
+    fn a_capture_ends_with_its_own_stream() {
+        let own = [0, 0, 7];
+        own.into_iter().for_each(capture_began);
+        // One that is destroyed, and was not captured.
+        capture_ended(8);
+        for stream in own {
+            assert!(is_capturing());
+            capture_ended(stream);
+        }
+        assert!(!is_capturing());
     }
 
     /// One test, for there is one gate.

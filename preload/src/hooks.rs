@@ -1,15 +1,17 @@
 //! The functions that stand in front of the driver's and do more than pass the gate.
 
 use crate::contexts;
-use crate::driver::{hooks, real};
+use crate::driver::{Symbol, address as address_of, call_many, hooks, real};
 use crate::gate;
-use crate::imports;
+use crate::imports::{IpcHandle, foreign};
 use crate::map::{Access, Properties, is_id};
 use crate::memory;
 use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
+const WRONG_THREAD: c_int = 908;
 
 /// Writes a result where the program wants it.
 ///
@@ -32,10 +34,12 @@ const PITCH: usize = 512;
 
 hooks! {
     fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
-        gate::pass(|| match memory::allocate(bytes) {
-            // SAFETY: the program's arguments.
-            Some(result) => unsafe { put(address, result) },
-            None => real!(cuMemAlloc_v2, address, bytes),
+        memory::patiently(|| {
+            gate::pass(|| match memory::allocate(bytes) {
+                // SAFETY: the program's arguments.
+                Some(result) => unsafe { put(address, result) },
+                None => real!(cuMemAlloc_v2, address, bytes),
+            })
         })
     }
 
@@ -43,7 +47,7 @@ hooks! {
         let row = width.checked_next_multiple_of(PITCH);
         let bytes = row.and_then(|row| row.checked_mul(height));
         let known = matches!(element as u32, 4 | 8 | 16) && !pitch.is_null();
-        gate::pass(|| {
+        let allocate = || {
             let ours = bytes.filter(|_| known).and_then(memory::allocate);
             match (ours, row) {
                 // SAFETY: the program's arguments.
@@ -56,7 +60,8 @@ hooks! {
                 },
                 _ => real!(cuMemAllocPitch_v2, address, pitch, width, height, element),
             }
-        })
+        };
+        memory::patiently(|| gate::pass(allocate))
     }
 
     fn cuMemFree_v2(address: usize) {
@@ -65,7 +70,7 @@ hooks! {
 
     fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, address: usize) {
         let Some((start, size)) = memory::range_of(address as u64) else {
-            return real!(cuMemGetAddressRange_v2, base, bytes, address);
+            return gate::pass(|| real!(cuMemGetAddressRange_v2, base, bytes, address));
         };
         // SAFETY: either may be null; the program's arguments.
         unsafe {
@@ -80,23 +85,22 @@ hooks! {
     }
 
     fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: usize) {
-        gate::pass(|| {
-            // SAFETY: not null; the program promised that it may be read.
-            let wanted = (!properties.is_null()).then(|| unsafe { properties.read() });
-            let ours = wanted.filter(|_| flags == 0 && !handle.is_null());
-            match ours.and_then(|properties| memory::create(bytes, properties)) {
-                // SAFETY: the program's arguments.
-                Some(result) => unsafe { put(handle, result) },
-                None => real!(cuMemCreate, handle, bytes, properties, flags),
-            }
-        })
+        // SAFETY: not null; the program promised that it may be read.
+        let wanted = (!properties.is_null()).then(|| unsafe { properties.read() });
+        let wanted = wanted.filter(|_| flags == 0 && !handle.is_null());
+        let create = || match wanted.and_then(|properties| memory::create(bytes, properties)) {
+            // SAFETY: the program's arguments.
+            Some(result) => unsafe { put(handle, result) },
+            None => real!(cuMemCreate, handle, bytes, properties, flags),
+        };
+        memory::patiently(|| gate::pass(create))
     }
 
     fn cuMemRelease(handle: usize) {
         gate::pass(|| match is_id(handle as u64) {
             true => memory::release(handle as u64),
             false => {
-                imports::released(handle as u64);
+                foreign().release(handle as u64);
                 real!(cuMemRelease, handle)
             }
         })
@@ -107,7 +111,7 @@ hooks! {
             let code = real!(cuMemMap, address, bytes, offset, memory::handle(handle), flags);
             if code == SUCCESS {
                 memory::mapped(address, bytes, offset, handle);
-                imports::mapped(address, handle);
+                foreign().map(address, handle);
             }
             code
         })
@@ -118,7 +122,7 @@ hooks! {
             let code = real!(cuMemUnmap, address, bytes);
             if code == SUCCESS {
                 memory::unmapped(address, bytes);
-                imports::unmapped(address, bytes);
+                foreign().unmap(address, bytes);
             }
             code
         })
@@ -156,11 +160,84 @@ hooks! {
         }
     }
 
-    fn cuMulticastBindMem(multicast: usize, at: usize, handle: u64, offset: usize, bytes: usize, flags: usize) {
+    fn cuMemGetHandleForAddressRange(to: *mut c_void, address: u64, bytes: usize, kind: usize, flags: usize) {
         gate::pass(|| {
-            imports::multicast_used();
-            real!(cuMulticastBindMem, multicast, at, memory::shared(handle), offset, bytes, flags)
+            let code = real!(cuMemGetHandleForAddressRange, to, address, bytes, kind, flags);
+            share(code, address, bytes);
+            code
         })
+    }
+
+    /// The memory has no handle of this kind, and only the driver could give it one.
+    fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: u64) {
+        let code = gate::pass(|| real!(cuIpcGetMemHandle, handle, address));
+        if code != SUCCESS && memory::is_at(address) {
+            warn_of_ipc();
+        }
+        code
+    }
+
+    fn cuMulticastCreate(multicast: *mut u64, properties: *const c_void) {
+        gate::pass(|| {
+            let code = real!(cuMulticastCreate, multicast, properties);
+            if code == SUCCESS {
+                // SAFETY: the driver has written it.
+                bound(code, unsafe { multicast.read() });
+            }
+            code
+        })
+    }
+
+    fn cuMulticastBindMem(multicast: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: usize) {
+        gate::pass(|| {
+            let handle = memory::shared(handle);
+            let code = real!(cuMulticastBindMem, multicast, at, handle, offset, bytes, flags);
+            bound(code, multicast);
+            code
+        })
+    }
+
+    fn cuMulticastBindMem_v2(
+        multicast: u64,
+        device: usize,
+        at: usize,
+        handle: u64,
+        offset: usize,
+        bytes: usize,
+        flags: usize,
+    ) {
+        gate::pass(|| {
+            let (object, handle) = (multicast as usize, memory::shared(handle) as usize);
+            let arguments = [object, device, at, handle, offset, bytes, flags, 0, 0, 0, 0, 0];
+            let real = address_of(Symbol::cuMulticastBindMem_v2);
+            // SAFETY: the program's arguments for this very function.
+            let code = unsafe { call_many(real, arguments) };
+            bound(code, multicast);
+            code
+        })
+    }
+
+    fn cuMulticastBindAddr(multicast: u64, at: usize, address: u64, bytes: usize, flags: usize) {
+        gate::pass(|| {
+            let code = real!(cuMulticastBindAddr, multicast, at, address, bytes, flags);
+            bound(code, multicast);
+            share(code, address, bytes);
+            code
+        })
+    }
+
+    fn cuMulticastBindAddr_v2(multicast: u64, device: usize, at: usize, address: u64, bytes: usize, flags: usize) {
+        gate::pass(|| {
+            let code = real!(cuMulticastBindAddr_v2, multicast, device, at, address, bytes, flags);
+            bound(code, multicast);
+            share(code, address, bytes);
+            code
+        })
+    }
+
+    fn cuStreamDestroy_v2(stream: usize) {
+        gate::capture_ended(stream);
+        real!(cuStreamDestroy_v2, stream)
     }
 
     fn cuCtxDestroy_v2(context: usize) {
@@ -193,6 +270,52 @@ hooks! {
         })
     }
 }
+
+/// Notes a multicast object: one of another process is known as such only when memory is bound to it.
+fn bound(code: c_int, multicast: u64) {
+    if code == SUCCESS {
+        foreign().note_multicast(multicast);
+    }
+}
+
+fn share(code: c_int, address: u64, bytes: usize) {
+    if code == SUCCESS {
+        memory::share(address, bytes as u64);
+    }
+}
+
+/// Says once why CUDA IPC fails, and what to do.
+fn warn_of_ipc() {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, SeqCst) {
+        let text = "cryopod: cuIpcGetMemHandle fails for GPU memory of 2 MiB and more in a container with the annotation dev.cryopod.preload=on; create it without, or share memory by cuMemExportToShareableHandle\n";
+        // SAFETY: a live text. Where it cannot be written, nobody reads.
+        let _ = unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
+    }
+}
+
+/// Functions that free memory once a stream's work is done.
+macro_rules! free_async {
+    ($($name:ident $is_capturing:literal $synchronize:literal)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(address: usize, stream: usize) -> c_int {
+            gate::pass(|| {
+                let is_captured = || {
+                    let mut capturing = 0i32;
+                    let to = &raw mut capturing as usize;
+                    contexts::other_call($is_capturing, [stream, to]) != SUCCESS || capturing != 0
+                };
+                let wait = || contexts::other_call($synchronize, [stream]);
+                let freed = memory::free_after(address as u64, is_captured, wait);
+                freed.unwrap_or_else(|| real!($name, address, stream))
+            })
+        }
+    )*};
+}
+free_async!(
+    cuMemFreeAsync c"cuStreamIsCapturing" c"cuStreamSynchronize"
+    cuMemFreeAsync_ptsz c"cuStreamIsCapturing_ptsz" c"cuStreamSynchronize_ptsz"
+);
 
 /// Functions that make a context; the first argument is where its handle goes. `cuCtxCreate_v3` has the most, five.
 macro_rules! create_context {
@@ -227,14 +350,14 @@ macro_rules! end_context {
 }
 end_context!(cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2);
 
-/// Functions that begin or end a capture.
+/// Functions that begin or end a capture of the stream that is their first argument.
 macro_rules! capture {
-    ($($name:ident $count:ident)*) => {$(
+    ($($name:ident $note:ident)*) => {$(
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_int {
             gate::pass(|| {
                 let code = real!($name, a, b, c, d, e, f);
-                $count(code);
+                $note(code, a);
                 code
             })
         }
@@ -249,13 +372,16 @@ capture!(
     cuStreamEndCapture_ptsz ended
 );
 
-fn begun(code: c_int) {
+fn begun(code: c_int, stream: usize) {
     if code == SUCCESS {
-        gate::capture_began();
+        gate::capture_began(stream);
     }
 }
 
-/// A capture that has failed is over, too.
-fn ended(_code: c_int) {
-    gate::capture_ended();
+/// A capture that has failed is over, too, but for one that another thread must end.
+fn ended(code: c_int, stream: usize) {
+    if code != WRONG_THREAD {
+        gate::capture_ended(stream);
+        memory::free_late();
+    }
 }

@@ -2,65 +2,19 @@
 //! checkpoints.
 
 use crate::driver::{self, Symbol, hooks, real};
+use crate::foreign::Foreign;
 use crate::gate;
-use std::collections::BTreeSet;
+use crate::process::PerProcess;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 const SUCCESS: c_int = 0;
 
-#[derive(Default)]
-struct Imports {
-    /// Handles of the driver's that are not released.
-    handles: BTreeSet<u64>,
-    /// Addresses at which such memory is mapped.
-    mapped: BTreeSet<u64>,
-}
+static FOREIGN: PerProcess<Foreign> = PerProcess::new(Foreign::new(), Foreign::new());
 
-static IMPORTS: Mutex<Imports> = Mutex::new(Imports {
-    handles: BTreeSet::new(),
-    mapped: BTreeSet::new(),
-});
-static MULTICAST: AtomicBool = AtomicBool::new(false);
-
-fn imports() -> MutexGuard<'static, Imports> {
-    IMPORTS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// How much is there.
-pub fn count() -> u32 {
-    let imports = imports();
-    u32::try_from(imports.handles.len() + imports.mapped.len()).unwrap_or(u32::MAX)
-}
-
-/// Whether the process has ever used multicast memory.
-pub fn multicast() -> bool {
-    MULTICAST.load(SeqCst)
-}
-
-/// Notes that the process has used multicast memory.
-pub fn multicast_used() {
-    MULTICAST.store(true, SeqCst);
-}
-
-/// Notes a mapping of a handle at an address, if the handle is another process's.
-pub fn mapped(address: u64, handle: u64) {
-    let mut imports = imports();
-    if imports.handles.contains(&handle) {
-        imports.mapped.insert(address);
-    }
-}
-
-/// Forgets the mappings in a range of addresses.
-pub fn unmapped(address: u64, bytes: u64) {
-    let end = address.saturating_add(bytes);
-    imports().mapped.retain(|at| !(address..end).contains(at));
-}
-
-/// Forgets a handle.
-pub fn released(handle: u64) {
-    imports().handles.remove(&handle);
+/// Locks what this process has of others.
+pub fn foreign() -> MutexGuard<'static, Foreign> {
+    FOREIGN.lock()
 }
 
 /// `CUipcMemHandle`, which is passed by value.
@@ -74,7 +28,7 @@ hooks! {
             let code = real!(cuMemImportFromShareableHandle, handle, from, kind);
             if code == SUCCESS {
                 // SAFETY: the driver has written it.
-                imports().handles.insert(unsafe { handle.read() });
+                foreign().import(unsafe { handle.read() });
             }
             code
         })
@@ -93,7 +47,7 @@ hooks! {
             };
             if code == SUCCESS {
                 // SAFETY: the driver has written it.
-                imports().mapped.insert(unsafe { address.read() });
+                foreign().open(unsafe { address.read() });
             }
             code
         })
@@ -103,7 +57,7 @@ hooks! {
         gate::pass(|| {
             let code = real!(cuIpcCloseMemHandle, address);
             if code == SUCCESS {
-                imports().mapped.remove(&address);
+                foreign().unmap(address, 1);
             }
             code
         })

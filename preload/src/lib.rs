@@ -28,6 +28,7 @@ mod control;
 mod driver;
 #[cfg(not(test))]
 mod exports;
+mod foreign;
 mod gate;
 #[cfg(not(test))]
 mod hooks;
@@ -35,9 +36,12 @@ mod hooks;
 mod idle;
 #[cfg(not(test))]
 mod imports;
+#[cfg(not(test))]
+mod linked;
 mod map;
 #[cfg(not(test))]
 mod memory;
 #[cfg(not(test))]
 mod names;
 mod nccl;
+mod process;

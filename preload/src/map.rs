@@ -134,15 +134,29 @@ impl Map {
         self.pieces.get(&handle).map_or(handle, |p| p.handle)
     }
 
+    /// The id of the piece that is mapped at this address.
+    pub fn mapped_at(&self, address: u64) -> Option<u64> {
+        let (start, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - start < mapping.bytes).then_some(mapping.piece)
+    }
+
     /// One more reference to the piece that is mapped at this address: its id.
     pub fn retain(&mut self, address: u64) -> Option<u64> {
-        let (start, mapping) = self.mappings.range(..=address).next_back()?;
-        if address - start >= mapping.bytes {
-            return None;
+        let id = self.mapped_at(address)?;
+        self.pieces.get_mut(&id)?.references += 1;
+        Some(id)
+    }
+
+    /// Notes that the application has given the memory in a range to somebody else.
+    pub fn share(&mut self, address: u64, bytes: u64) {
+        let end = address.saturating_add(bytes);
+        let within = self.mappings.range(address..end);
+        let within = within.map(|(_, mapping)| mapping.piece);
+        for id in within.chain(self.mapped_at(address)) {
+            if let Some(piece) = self.pieces.get_mut(&id) {
+                piece.shared = true;
+            }
         }
-        let piece = self.pieces.get_mut(&mapping.piece)?;
-        piece.references += 1;
-        Some(mapping.piece)
     }
 
     /// One reference less. Returns the handle to release, if nothing refers to the piece any more.
@@ -429,6 +443,15 @@ mod tests {
         let moved: Vec<u64> = map.movable().map(|(id, _)| id).collect();
         assert_eq!(moved, [b]);
         assert_eq!(map.movable_mappings().count(), 1);
+        // By address: a part of one mapping, and of the next.
+        let [c, d, e] = [9, 10, 11].map(|handle| map.add(handle, UNIT, properties()));
+        for (at, id) in [(2, c), (3, d), (4, e)] {
+            map.map(at * UNIT, UNIT, 0, id);
+        }
+        map.share(3 * UNIT - 1, 2);
+        let moved: Vec<u64> = map.movable().map(|(id, _)| id).collect();
+        assert_eq!(moved, [b, e]);
+        assert_eq!(map.mapped_at(5 * UNIT), None);
         assert!(is_id(a) && !is_id(7));
         assert_eq!(map.handle(42), 42);
     }

@@ -5,12 +5,14 @@
 
 use crate::contexts;
 use crate::driver::{Symbol, call};
+use crate::gate;
 use crate::map::{Access, Contents, Location, Map, Properties};
+use crate::process::PerProcess;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_int};
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 /// Physical memory comes in units of so many bytes; smaller allocations are the driver's.
@@ -23,14 +25,20 @@ const PINNED: u32 = 1;
 const DEVICE: u32 = 1;
 const POSIX_DESCRIPTOR: u32 = 1;
 const READ_WRITE: u32 = 3;
+const RDMA_SUPPORTED: usize = 110;
+/// The errors that are about a stream capture.
+const CAPTURE_ERRORS: RangeInclusive<c_int> = 900..=908;
 
 /// An allocation of `cuMemAlloc`.
+#[derive(Clone, Copy)]
 struct Block {
     bytes: usize,
     /// Size of the reserved addresses.
     reserved: usize,
     id: u64,
     context: usize,
+    /// The program has freed it during a capture.
+    late: bool,
 }
 
 struct Memory {
@@ -38,16 +46,18 @@ struct Memory {
     blocks: BTreeMap<u64, Block>,
     /// Devices that may use another's memory: owner and user.
     peers: BTreeSet<(i32, i32)>,
+    /// Devices whose memory network cards can reach, or cannot.
+    rdma: BTreeMap<i32, bool>,
+    /// Some block is late.
+    any_late: bool,
+    /// Until when an allocation that finds no memory is tried again: the driver agent holds some, and lets go of it.
+    patient_until: Option<Instant>,
 }
 
-static MEMORY: Mutex<Memory> = Mutex::new(Memory {
-    map: Map::new(),
-    blocks: BTreeMap::new(),
-    peers: BTreeSet::new(),
-});
+static MEMORY: PerProcess<Memory> = PerProcess::new(Memory::new(), Memory::new());
 
 fn memory() -> MutexGuard<'static, Memory> {
-    MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
+    MEMORY.lock()
 }
 
 fn checked(code: c_int) -> Result<(), c_int> {
@@ -66,7 +76,7 @@ fn other_call<const N: usize>(name: &CStr, a: [usize; N]) -> Result<(), c_int> {
     checked(contexts::other_call(name, a))
 }
 
-fn device_memory(device: i32) -> Properties {
+fn device_memory(device: i32, rdma: bool) -> Properties {
     Properties {
         kind: PINNED,
         handle_types: POSIX_DESCRIPTOR,
@@ -76,7 +86,7 @@ fn device_memory(device: i32) -> Properties {
         },
         win32: 0,
         compression: 0,
-        rdma: 0,
+        rdma: rdma.into(),
         usage: 0,
         reserved: [0; 4],
     }
@@ -100,6 +110,27 @@ fn create_physical(bytes: u64, properties: &Properties) -> Result<u64, c_int> {
     let from = &raw const properties as usize;
     let arguments = [&raw mut handle as usize, bytes as usize, from, 0];
     driver_call(Symbol::cuMemCreate, arguments).map(|()| handle)
+}
+
+/// The same, and without RDMA if that is why it fails: another host's GPU may not have it.
+fn create_anywhere(bytes: u64, properties: &mut Properties) -> Result<u64, c_int> {
+    let made = create_physical(bytes, properties);
+    if made.is_ok() || properties.rdma == 0 {
+        return made;
+    }
+    let without = Properties {
+        rdma: 0,
+        ..*properties
+    };
+    let made = create_physical(bytes, &without)?;
+    *properties = without;
+    Ok(made)
+}
+
+fn supports_rdma(device: i32) -> bool {
+    let mut value = 0i32;
+    let arguments = [&raw mut value as usize, RDMA_SUPPORTED, device as usize];
+    other_call(c"cuDeviceGetAttribute", arguments).is_ok() && value == 1
 }
 
 fn release_physical(handle: u64) -> Result<(), c_int> {
@@ -132,6 +163,17 @@ fn unreserve(address: u64, bytes: usize) {
 }
 
 impl Memory {
+    const fn new() -> Self {
+        Self {
+            map: Map::new(),
+            blocks: BTreeMap::new(),
+            peers: BTreeSet::new(),
+            rdma: BTreeMap::new(),
+            any_late: false,
+            patient_until: None,
+        }
+    }
+
     fn access_of(&self, device: i32) -> Vec<Access> {
         let peers = self.peers.iter().filter(|(owner, _)| *owner == device);
         let users = std::iter::once(device).chain(peers.map(|(_, user)| *user));
@@ -141,8 +183,9 @@ impl Memory {
     fn allocate(&mut self, bytes: usize, context: usize, device: i32) -> Result<u64, c_int> {
         let reserved = bytes.checked_next_multiple_of(UNIT).ok_or(OUT_OF_MEMORY)?;
         let size = reserved as u64;
-        let properties = device_memory(device);
-        let handle = create_physical(size, &properties)?;
+        let rdma = *(self.rdma.entry(device)).or_insert_with(|| supports_rdma(device));
+        let mut properties = device_memory(device, rdma);
+        let handle = create_anywhere(size, &mut properties)?;
         let address = match reserve(reserved) {
             Ok(address) => address,
             Err(code) => {
@@ -173,6 +216,7 @@ impl Memory {
             reserved,
             id,
             context,
+            late: false,
         };
         self.blocks.insert(address, block);
         Ok(address)
@@ -192,33 +236,29 @@ impl Memory {
     }
 }
 
-/// Until when an allocation that finds no memory is tried again: the driver agent holds some, and lets go of it.
-static PATIENT_UNTIL: Mutex<Option<Instant>> = Mutex::new(None);
 /// An agent that lives says when it has copied all, at some 30 GB/s. This is for one that has died.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-fn patient_until() -> MutexGuard<'static, Option<Instant>> {
-    PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Has allocations wait for memory, until [`be_impatient`] or for a while.
 pub fn be_patient() {
-    *patient_until() = Some(Instant::now() + PATIENCE);
+    memory().patient_until = Some(Instant::now() + PATIENCE);
 }
 
 /// Has allocations that find no memory fail at once.
 pub fn be_impatient() {
-    *patient_until() = None;
+    memory().patient_until = None;
 }
 
-fn patiently<T>(allocate: impl Fn() -> Result<T, c_int>) -> Result<T, c_int> {
+/// Makes an allocation that passes the gate; again while it finds no memory and the agent holds some. It waits outside of
+/// the gate, which a checkpoint may shut meanwhile.
+pub fn patiently(allocate: impl Fn() -> c_int) -> c_int {
     loop {
-        let until = *patient_until();
+        let until = memory().patient_until;
         match allocate() {
-            Err(OUT_OF_MEMORY) if until.is_some_and(|until| Instant::now() < until) => {
+            OUT_OF_MEMORY if until.is_some_and(|until| Instant::now() < until) => {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            done => return done,
+            code => return code,
         }
     }
 }
@@ -230,7 +270,9 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
         return None;
     }
     let device = contexts::current_device()?;
-    match patiently(|| memory().allocate(bytes, context, device)) {
+    free_late();
+    let made = memory().allocate(bytes, context, device);
+    match made {
         Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
         // A device that cannot do this, say.
         Err(_) => None,
@@ -238,16 +280,94 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
     }
 }
 
-/// `cuMemFree`; `None`: it is the driver's.
+/// `cuMemFree`; `None`: it is the driver's. As the driver's own function it waits for the work.
 pub fn free(address: u64) -> Option<c_int> {
-    let context = memory().blocks.get(&address)?.context;
-    // As the driver's own function it waits for the work; during a capture it fails likewise.
-    let code = contexts::synchronize(context);
+    let block = block_at(address)?;
+    free_when(
+        address,
+        block,
+        || contexts::synchronize(block.context),
+        permitted,
+    )
+}
+
+/// `cuMemFreeAsync`, which CUDA allows for such memory, too; `None`: it is the driver's, as in a stream that is captured.
+/// `wait` is for the stream's work.
+pub fn free_after(
+    address: u64,
+    is_captured: impl FnOnce() -> bool,
+    wait: impl FnOnce() -> c_int,
+) -> Option<c_int> {
+    let block = block_at(address).filter(|_| !is_captured())?;
+    free_when(address, block, wait, || Ok(()))
+}
+
+fn block_at(address: u64) -> Option<Block> {
+    memory().blocks.get(&address).copied()
+}
+
+/// Frees a block once `wait` says that its work is done. During a capture nothing can be waited for without ending it:
+/// if the call is permitted then, the block is freed later.
+fn free_when(
+    address: u64,
+    block: Block,
+    wait: impl FnOnce() -> c_int,
+    permitted: impl FnOnce() -> Result<(), c_int>,
+) -> Option<c_int> {
+    if block.late {
+        return Some(INVALID_VALUE);
+    }
+    if gate::is_capturing() {
+        let permitted = permitted();
+        if permitted.is_ok() {
+            let mut memory = memory();
+            memory.blocks.get_mut(&address)?.late = true;
+            memory.any_late = true;
+        }
+        return Some(permitted.err().unwrap_or(0));
+    }
+    let code = wait();
     if code != 0 {
         return Some(code);
     }
     let freed = memory().free(address)?;
     Some(freed.err().unwrap_or(0))
+}
+
+/// Whether this thread may free memory while a stream is captured. That depends on who captures and how, which the driver
+/// knows: it forbids the same for memory of its own.
+fn permitted() -> Result<(), c_int> {
+    let mut byte = 0u64;
+    let made = driver_call(Symbol::cuMemAlloc_v2, [&raw mut byte as usize, 1]);
+    let freed = match made {
+        Ok(()) => driver_call(Symbol::cuMemFree_v2, [byte as usize]),
+        Err(_) => Ok(()),
+    };
+    match made.and(freed) {
+        Err(code) if CAPTURE_ERRORS.contains(&code) => Err(code),
+        _ => Ok(()),
+    }
+}
+
+/// Frees what the program has freed during a capture that has ended.
+pub fn free_late() {
+    if gate::is_capturing() || !std::mem::take(&mut memory().any_late) {
+        return;
+    }
+    let late: Vec<(u64, usize)> = {
+        let memory = memory();
+        let late = memory.blocks.iter().filter(|(_, block)| block.late);
+        late.map(|(at, block)| (*at, block.context)).collect()
+    };
+    for (address, context) in late {
+        let waited = contexts::synchronize(context);
+        let mut memory = memory();
+        // Another thread may have done it, and the address may be another block's.
+        if memory.blocks.get(&address).is_some_and(|block| block.late) {
+            let freed = (waited == 0).then(|| memory.free(address)).flatten();
+            memory.any_late |= !matches!(freed, Some(Ok(())));
+        }
+    }
 }
 
 /// Frees what `cuMemAlloc` made in a context that has ended.
@@ -275,7 +395,7 @@ pub fn create(bytes: usize, properties: Properties) -> Option<Result<u64, c_int>
         && properties.compression == 0
         && properties.usage == 0;
     let bytes = u64::try_from(bytes).ok().filter(|_| plain)?;
-    match patiently(|| create_physical(bytes, &properties)) {
+    match create_physical(bytes, &properties) {
         Ok(handle) => Some(Ok(memory().map.add(handle, bytes, properties))),
         Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
         // A device that cannot make it so that it can be handed over.
@@ -305,6 +425,16 @@ pub fn shared(handle: u64) -> u64 {
         piece.shared = true;
     }
     memory.map.handle(handle)
+}
+
+/// Notes that the program has given the memory at these addresses to somebody else.
+pub fn share(address: u64, bytes: u64) {
+    memory().map.share(address, bytes);
+}
+
+/// Whether memory of ours is mapped at an address.
+pub fn is_at(address: u64) -> bool {
+    memory().map.mapped_at(address).is_some()
 }
 
 /// What the program asked for at `cuMemCreate`.
@@ -427,7 +557,7 @@ pub fn restore(places: &Range<u64>) -> Result<(), c_int> {
     let mut memory = memory();
     for (_, piece) in memory.map.movable() {
         if piece.contents == Contents::Away && places.contains(&piece.offset) {
-            piece.handle = create_physical(piece.bytes, &piece.properties)?;
+            piece.handle = create_anywhere(piece.bytes, &mut piece.properties)?;
             piece.contents = Contents::Empty;
         }
     }
@@ -459,13 +589,15 @@ pub fn export_empty(places: &Range<u64>, mut each: impl FnMut(Exported)) -> Resu
     Ok(())
 }
 
-/// Returns true if all memory is allocated; it then counts as filled.
-pub fn filled() -> bool {
+/// Returns true if all memory is allocated and has its contents; what is empty counts as filled if somebody says so.
+pub fn is_back(empty_filled: bool) -> bool {
     let mut memory = memory();
-    let here = memory
-        .map
-        .movable()
-        .all(|(_, p)| p.contents != Contents::Away)
+    let back = |contents| match contents {
+        Contents::Here => true,
+        Contents::Empty => empty_filled,
+        Contents::Away => false,
+    };
+    let here = memory.map.movable().all(|(_, p)| back(p.contents))
         && memory.map.movable_mappings().all(|(_, m, _)| m.mapped);
     if here {
         for (_, piece) in memory.map.movable() {

@@ -29,26 +29,40 @@ macro_rules! all_symbols {
                 cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
                 cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D32Async cuMemsetD2D32Async_ptsz
                 cuMemAllocAsync cuMemAllocAsync_ptsz cuMemAllocFromPoolAsync cuMemAllocFromPoolAsync_ptsz
-                cuMemFreeAsync cuMemFreeAsync_ptsz
+                cuMemcpy3DBatchAsync_v2 cuMemcpy3DBatchAsync_v2_ptsz
+                cuMemcpyWithAttributesAsync cuMemcpyWithAttributesAsync_ptsz
+                cuMemcpy3DWithAttributesAsync cuMemcpy3DWithAttributesAsync_ptsz
+                cuMemDiscardBatchAsync cuMemDiscardBatchAsync_ptsz cuMemBatchDecompressAsync cuMemBatchDecompressAsync_ptsz
                 cuMemPrefetchAsync cuMemPrefetchAsync_ptsz cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz
-                cuStreamAddCallback cuStreamAddCallback_ptsz
+                cuStreamAddCallback cuStreamAddCallback_ptsz cuStreamWaitEvent cuStreamWaitEvent_ptsz
+                cuStreamWaitValue32 cuStreamWaitValue32_ptsz cuStreamWaitValue64 cuStreamWaitValue64_ptsz
+                cuStreamWriteValue32 cuStreamWriteValue32_ptsz cuStreamWriteValue64 cuStreamWriteValue64_ptsz
                 cuStreamWaitValue32_v2 cuStreamWaitValue32_v2_ptsz cuStreamWaitValue64_v2 cuStreamWaitValue64_v2_ptsz
                 cuStreamWriteValue32_v2 cuStreamWriteValue32_v2_ptsz cuStreamWriteValue64_v2 cuStreamWriteValue64_v2_ptsz
-                cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
+                cuStreamBatchMemOp cuStreamBatchMemOp_ptsz cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
                 cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
-                cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz;
+                cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz
+                cuPointerGetAttribute cuPointerGetAttributes cuPointerSetAttribute cuMemGetAccess cuTexObjectCreate
+                cuGraphAddNode cuGraphAddNode_v2 cuGraphAddMemcpyNode cuGraphAddMemsetNode
+                cuGraphMemcpyNodeSetParams cuGraphMemsetNodeSetParams cuGraphNodeSetParams cuGraphExecNodeSetParams
+                cuGraphExecMemcpyNodeSetParams cuGraphExecMemsetNodeSetParams cuGraphExecUpdate cuGraphExecUpdate_v2
+                cuGraphInstantiate_v2 cuGraphInstantiateWithFlags cuGraphInstantiateWithParams cuGraphInstantiateWithParams_ptsz;
             many:
                 cuLaunchKernel cuLaunchKernel_ptsz cuLaunchCooperativeKernel cuLaunchCooperativeKernel_ptsz
-                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz;
+                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz
+                cuMemcpyBatchAsync_v2 cuMemcpyBatchAsync_v2_ptsz cuMemPrefetchBatchAsync cuMemPrefetchBatchAsync_ptsz
+                cuMemDiscardAndPrefetchBatchAsync cuMemDiscardAndPrefetchBatchAsync_ptsz;
             own:
                 cuInit cuGetProcAddress cuGetProcAddress_v2
                 cuMemAlloc_v2 cuMemAllocPitch_v2 cuMemFree_v2 cuMemGetAddressRange_v2
+                cuMemFreeAsync cuMemFreeAsync_ptsz cuMemGetHandleForAddressRange cuStreamDestroy_v2
                 cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess cuMemRetainAllocationHandle
-                cuMemExportToShareableHandle cuMemGetAllocationPropertiesFromHandle cuMulticastBindMem
+                cuMemExportToShareableHandle cuMemGetAllocationPropertiesFromHandle
+                cuMulticastCreate cuMulticastBindMem cuMulticastBindMem_v2 cuMulticastBindAddr cuMulticastBindAddr_v2
                 cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy_v2
                 cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2
                 cuCtxEnablePeerAccess
-                cuMemImportFromShareableHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle
+                cuMemImportFromShareableHandle cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle
                 cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
                 cuStreamEndCapture cuStreamEndCapture_ptsz;
         }

@@ -2,9 +2,9 @@
 
 use super::calls;
 use super::library::{FUNCTIONS, NAMES, all_functions, real_of};
-use super::linked;
 use super::state::state;
 use crate::driver::real_dlsym;
+use crate::linked;
 use std::ffi::{c_char, c_void};
 
 /// How names of functions begin that need nothing done: those without a communicator, and those that only go with a

@@ -17,8 +17,6 @@ pub mod calls;
 #[cfg(not(test))]
 pub mod library;
 #[cfg(not(test))]
-mod linked;
-#[cfg(not(test))]
 pub mod lookup;
 #[cfg(not(test))]
 pub mod moves;

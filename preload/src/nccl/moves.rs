@@ -4,7 +4,8 @@ use super::library::{self, Function, call, call_init};
 use super::lookup;
 use super::state::{self, Config, state};
 use super::{IN_PROGRESS, SUCCESS, SYSTEM_ERROR, UniqueId};
-use crate::{contexts, idle, imports};
+use crate::imports::foreign;
+use crate::{contexts, idle};
 use cryopod_preload_wire::Reason;
 use cryopod_preload_wire::nccl::{Fresh, Report, UNIQUE_ID};
 use std::ffi::c_int;
@@ -43,9 +44,8 @@ pub fn report() -> Report {
         let why = format!("its NCCL is too old (version code {version}; from 2.18 on it can)");
         report.obstacles.push(why);
     }
-    if imports::multicast() {
-        let why = "it has used multicast memory (NVLS), which the driver cannot checkpoint; NCCL_NVLS_ENABLE=0 avoids it";
-        report.obstacles.push(why.into());
+    if foreign().has_multicast() {
+        report.obstacles.push(Reason::Multicast.to_string());
     }
     report
 }
@@ -127,7 +127,7 @@ pub fn down(limit: Duration) -> Result<(), Reason> {
             .fold(Ok(()), Result::and)
     });
     destroyed.and_then(|done| done)?;
-    match imports::count() {
+    match foreign().count() {
         0 => Ok(()),
         left => Err(Reason::Shared(left)),
     }

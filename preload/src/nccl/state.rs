@@ -5,11 +5,12 @@
 //! all calls may pass, as it cannot be known which of them lead there. A group passes as a whole.
 
 use super::{REMOTE_ERROR, SUCCESS};
+use crate::process::PerProcess;
 use cryopod_preload_wire::nccl::{self as wire, Clock, Kind, Report};
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CStr, CString, c_int};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Communicators that are remembered after their end.
@@ -138,20 +139,26 @@ pub struct State {
     pub reductions: u32,
 }
 
-static STATE: Mutex<State> = Mutex::new(State {
-    mode: Mode::Open,
-    comms: BTreeMap::new(),
-    pending: Vec::new(),
-    children: Vec::new(),
-    gone: VecDeque::new(),
-    clocks: BTreeMap::new(),
-    targets: BTreeMap::new(),
-    inside: 0,
-    asking: 0,
-    waiting: Vec::new(),
-    obstacles: Vec::new(),
-    reductions: 0,
-});
+impl State {
+    const fn new() -> Self {
+        Self {
+            mode: Mode::Open,
+            comms: BTreeMap::new(),
+            pending: Vec::new(),
+            children: Vec::new(),
+            gone: VecDeque::new(),
+            clocks: BTreeMap::new(),
+            targets: BTreeMap::new(),
+            inside: 0,
+            asking: 0,
+            waiting: Vec::new(),
+            obstacles: Vec::new(),
+            reductions: 0,
+        }
+    }
+}
+
+static STATE: PerProcess<State> = PerProcess::new(State::new(), State::new());
 static CHANGED: Condvar = Condvar::new();
 
 thread_local! {
@@ -161,7 +168,7 @@ thread_local! {
 
 /// Locks the state of all communicators.
 pub fn state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    STATE.lock()
 }
 
 fn wait(state: MutexGuard<'static, State>, limit: Duration) -> MutexGuard<'static, State> {

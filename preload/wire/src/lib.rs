@@ -104,8 +104,8 @@ pub enum Request {
     Allocate { from: u64, bytes: u64 },
     /// The contents of the piece at this place are in the GPU memory of the attached handle: copies them from there.
     TakeBack { offset: u64, bytes: u64 },
-    /// Lets the calls go on. All memory must be there.
-    Go,
+    /// Lets the calls go on. All memory must be there; with `filled` not 0, what was allocated again has its contents.
+    Go { filled: u64 },
     /// Keeps the attached file, which holds the contents of all pieces.
     Keep,
     /// Lets go of the file kept: somebody else has it, or nobody needs it.
@@ -169,6 +169,8 @@ pub enum Reason {
     Nccl(u32),
     /// Memory of another process is still mapped, with so many mappings.
     Shared(u32),
+    /// There is a multicast object, with which the driver's checkpoint does not end.
+    Multicast,
 }
 
 impl std::fmt::Display for Reason {
@@ -187,6 +189,9 @@ impl std::fmt::Display for Reason {
                     "{count} mappings of another process's GPU memory are left"
                 )
             }
+            Self::Multicast => f.write_str(
+                "it uses multicast memory (NVLS), which the driver cannot checkpoint; NCCL_NVLS_ENABLE=0 avoids it",
+            ),
         }
     }
 }
@@ -221,7 +226,7 @@ packets! {
     1 Stop limit_ms hold_ms;
     2 Release;
     3 Allocate from bytes;
-    4 Go;
+    4 Go filled;
     5 Keep;
     6 Kept;
     7 Fill;
@@ -251,6 +256,7 @@ impl Answer {
             Self::Failed(Reason::Unknown) => [3, 3, 0],
             Self::Failed(Reason::Nccl(code)) => [3, 4, code.into()],
             Self::Failed(Reason::Shared(count)) => [3, 5, count.into()],
+            Self::Failed(Reason::Multicast) => [3, 6, 0],
             Self::Data => [4, 0, 0],
         }
     }
@@ -265,6 +271,7 @@ impl Answer {
             [3, 3, _] => Self::Failed(Reason::Unknown),
             [3, 4, code] => Self::Failed(Reason::Nccl(u32::try_from(code).ok()?)),
             [3, 5, count] => Self::Failed(Reason::Shared(u32::try_from(count).ok()?)),
+            [3, 6, _] => Self::Failed(Reason::Multicast),
             [4, ..] => Self::Data,
             _ => return None,
         })
@@ -445,7 +452,7 @@ mod tests {
             },
             Request::Release,
             Request::Allocate { from: 7, bytes: 8 },
-            Request::Go,
+            Request::Go { filled: 1 },
             Request::Keep,
             Request::Kept,
             Request::Fill,
@@ -479,6 +486,7 @@ mod tests {
             Reason::Unknown,
             Reason::Nccl(6),
             Reason::Shared(2),
+            Reason::Multicast,
         ];
         let piece = Answer::Piece {
             offset: 1,
@@ -497,7 +505,7 @@ mod tests {
         for length in [CHUNK, 1] {
             assert_eq!(answer(&agent, SHORT).unwrap().data, vec![6; length]);
         }
-        assert!(send_request(&agent, 1, Request::Go, &[0; MAX_DATA + 1], None).is_err());
+        assert!(send_request(&agent, 1, Request::State, &[0; MAX_DATA + 1], None).is_err());
     }
 
     #[test]

@@ -123,6 +123,7 @@ impl Library {
                         Reason::Busy => io::ErrorKind::ResourceBusy,
                         Reason::Order => io::ErrorKind::InvalidInput,
                         Reason::Cuda(OUT_OF_MEMORY) => io::ErrorKind::OutOfMemory,
+                        Reason::Multicast => io::ErrorKind::Unsupported,
                         _ => io::ErrorKind::Other,
                     };
                     return Err(io::Error::new(kind, reason.to_string()));
@@ -157,7 +158,15 @@ impl Library {
         let Some(library) = Self::of(pid) else {
             return Ok(false);
         };
-        match library.ask(Request::State, None, STATE_LIMIT) {
+        library.is_away(STATE_LIMIT)
+    }
+
+    /// Whether the process's memory is away, as the library says.
+    ///
+    /// # Errors
+    /// It does not answer: the memory may be away.
+    pub fn is_away(&self, limit: Duration) -> io::Result<bool> {
+        match self.ask(Request::State, None, limit) {
             Ok(_) => Ok(true),
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(false),
             Err(e) => Err(e),
@@ -326,6 +335,29 @@ mod tests {
         let long = Duration::from_secs(10);
         let pieces = library.ask(Request::Kept, None, long).unwrap();
         assert_eq!(pieces.iter().map(|p| p.bytes).collect::<Vec<_>>(), [5]);
+        answers.join().unwrap();
+    }
+
+    #[test]
+    fn memory_is_here_only_if_the_library_says_so() {
+        let (own, socket) = wire::pair().unwrap();
+        let library = Library {
+            socket,
+            tid: 0,
+            spare: -1,
+        };
+        let silent = library.is_away(Duration::from_millis(10)).unwrap_err();
+        assert_eq!(silent.kind(), io::ErrorKind::TimedOut);
+        let answers = std::thread::spawn(move || {
+            // The one that came too late is answered, too.
+            for answer in [Answer::Done, Answer::Failed(Reason::Order), Answer::Done] {
+                let number = wire::request(&own, None).unwrap().number;
+                wire::send_answer(&own, number, answer, None).unwrap();
+            }
+        });
+        let long = Duration::from_secs(10);
+        let said = [(); 2].map(|()| library.is_away(long).unwrap());
+        assert_eq!(said, [false, true]);
         answers.join().unwrap();
     }
 

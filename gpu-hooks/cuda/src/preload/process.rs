@@ -237,9 +237,13 @@ impl Preloads {
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                 return Err(failed(ErrorKind::LockTimeout, error.to_string()));
             }
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                // The driver's own checkpoint of it would not end.
+                return Err(failed(ErrorKind::NotSupported, error.to_string()));
+            }
             Err(error) => return Ok(TakenOut::LeftOut(told(&error).message)),
         };
-        let go = || library.ask(Request::Go, None, MARGIN);
+        let go = || library.ask(Request::Go { filled: 0 }, None, MARGIN);
         if pieces.is_empty() {
             return Ok(match go() {
                 Ok(_) => TakenOut::Without,
@@ -473,16 +477,17 @@ impl Preloads {
             let pieces = held.fill(copier, pieces)?;
             copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
-        let back = match ask(Request::State) {
-            Ok(_) => fill_while_allocating(end, &held, &ask, &fill),
-            // It has not released it, or has gone on by itself. If it is silent, so it will be to the next request.
-            Err(_) => Ok(()),
+        let back = match library.is_away(limit) {
+            Ok(true) => fill_while_allocating(end, &held, &ask, &fill).map(|()| 1),
+            // It has not released it, or has gone on by itself.
+            Ok(false) => Ok(0),
+            Err(error) => Err(told(&error)),
         };
         // Only the file that the process keeps may stay with it.
         if keep && back.is_ok() && buffer.or(own).is_none() && kept::is_whole(&file) {
             let _ = ask(Request::Spare).inspect_err(|error| tracing::info!("{error}"));
         }
-        if let Err(error) = back.and_then(|()| ask(Request::Go).map(drop)) {
+        if let Err(error) = back.and_then(|filled| ask(Request::Go { filled }).map(drop)) {
             held.put_all_away();
             let rest = held.left();
             match (self.out().get_mut(&pid), later) {

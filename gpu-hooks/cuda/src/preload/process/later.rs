@@ -11,6 +11,21 @@ use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Pieces, and the library whose process waits for their memory: it is told when they are dropped.
+struct Awaited {
+    pieces: Vec<Imported>,
+    library: Option<Library>,
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        self.pieces.clear();
+        if let Some(library) = &self.library {
+            library.let_go();
+        }
+    }
+}
+
 impl Preloads {
     /// Copies pieces into their buffer while their process goes on with others, if the buffer is to be written at all.
     pub(super) fn copy_later(
@@ -22,14 +37,9 @@ impl Preloads {
         later: Later,
         files: &Arc<VramFiles>,
     ) {
-        let let_go = move || {
-            if let Some(library) = library {
-                library.let_go();
-            }
-        };
+        let held = Awaited { pieces, library };
         if !files.is_awaited(buffer) {
-            drop(pieces);
-            return let_go();
+            return;
         }
         let (own, files) = (Arc::clone(self), Arc::clone(files));
         let copy = {
@@ -43,7 +53,14 @@ impl Preloads {
                     let copier = own.gpus.copier()?;
                     let chunk = later.chunk.filter(|chunk| *chunk <= ahead::MAX_CHUNK);
                     let needed = chunk.map(|chunk| {
-                        needed(copier, &pieces, bytes, u64::from(chunk), buffer, &files)
+                        needed(
+                            copier,
+                            &held.pieces,
+                            bytes,
+                            u64::from(chunk),
+                            buffer,
+                            &files,
+                        )
                     });
                     let ranges = match needed {
                         Some(Ok(ranges)) => ranges,
@@ -54,11 +71,10 @@ impl Preloads {
                         None => later.ranges,
                     };
                     let (way, threads) = (Way::Out(&filled), later.threads);
-                    copier.copy_ranges(&pieces, &ranges, memory, way, threads)
+                    copier.copy_ranges(&held.pieces, &ranges, memory, way, threads)
                 };
                 let copied = copied();
-                drop(pieces);
-                let_go();
+                drop(held);
                 match copied {
                     Ok(()) => files.is_complete(buffer),
                     Err(error) => files.fail(&error.message),

@@ -1,5 +1,5 @@
-//! Functions of NCCL's that programs and libraries of this process are linked with. The dynamic linker binds them without
-//! asking this library, so one that it does not know is found here: by the relocations of all loaded files.
+//! Functions that programs and libraries of this process are linked with. The dynamic linker binds them without asking
+//! this library, so one that it does not know is found here: by the relocations of all loaded files.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -32,7 +32,7 @@ struct Symbol {
     size: u64,
 }
 
-/// The names of NCCL's functions that loaded files need from others, as `is_wanted` chooses them.
+/// The names of functions that loaded files need from others, as `is_wanted` chooses them.
 pub fn names(is_wanted: fn(&[u8]) -> bool) -> BTreeSet<String> {
     let mut found = Found {
         is_wanted,
