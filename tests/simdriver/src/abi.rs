@@ -51,6 +51,7 @@ results! {
     CUDA_ERROR_NOT_SUPPORTED = 801, "operation not supported";
     CUDA_ERROR_SYSTEM_NOT_READY = 802, "system not yet initialized";
     CUDA_ERROR_MPS_CONNECTION_FAILED = 805, "MPS client failed to connect to the MPS control daemon or the MPS server";
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
     CUDA_ERROR_TIMEOUT = 909, "wait operation timed out";
     CUDA_ERROR_UNKNOWN = 999, "unknown error";
 }

@@ -173,6 +173,33 @@ impl Cuda {
         call!(self, c"cuMemFree_v2", p)
     }
 
+    /// The same in the order of a stream; the one here is nobody's.
+    pub fn free_async(&self, p: CuDevicePtr) -> CuOutcome<()> {
+        call!(self, c"cuMemFreeAsync", p, std::ptr::null_mut::<c_void>())
+    }
+
+    /// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+    pub fn memory_type(&self, p: CuDevicePtr) -> CuOutcome<u32> {
+        let mut kind: c_uint = 0;
+        call!(self, c"cuPointerGetAttribute", &mut kind, 2, p).map(|()| kind)
+    }
+
+    /// Begins a capture that forbids some calls of this thread alone, `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`; its stream.
+    pub fn capture(&self) -> CuOutcome<usize> {
+        let mut stream: *mut c_void = std::ptr::null_mut();
+        call!(self, c"cuStreamCreate", &mut stream, 1)?;
+        call!(self, c"cuStreamBeginCapture_v2", stream, 1)?;
+        Ok(stream.addr())
+    }
+
+    /// Ends it.
+    pub fn end_capture(&self, stream: usize) -> CuOutcome<()> {
+        let stream: *mut c_void = std::ptr::without_provenance_mut(stream);
+        let mut graph: *mut c_void = std::ptr::null_mut();
+        call!(self, c"cuStreamEndCapture", stream, &mut graph)?;
+        call!(self, c"cuStreamDestroy_v2", stream)
+    }
+
     pub fn upload(&self, to: CuDevicePtr, from: &[u8]) -> CuOutcome<()> {
         call!(self, c"cuMemcpyHtoD_v2", to, from.as_ptr(), from.len())
     }

@@ -55,6 +55,8 @@ fn hold(copier: &Copier, library: &Library) -> (Vec<u8>, Vec<Imported>) {
     (memory, pieces)
 }
 
+const FILLED: Request = Request::Go { filled: 1 };
+const GO: Request = Request::Go { filled: 0 };
 const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
@@ -63,7 +65,7 @@ fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     copier
         .copy(&pieces, memory, Way::In(&|_| Ok(())), 3)
         .unwrap();
-    library.ask(Request::Go, None, LIMIT).unwrap();
+    library.ask(FILLED, None, LIMIT).unwrap();
 }
 
 /// Whether as much is held, but for the MiB that the client allocates and frees at every tick.
@@ -118,7 +120,11 @@ fn memory_leaves_and_comes_back() {
         assert_eq!(pairs.len(), new.len());
         copier.copy_on_gpus(&pairs).unwrap();
         drop((held, new));
-        library.ask(Request::Go, None, LIMIT).unwrap();
+        assert!(
+            library.ask(GO, None, LIMIT).is_err(),
+            "it may not be filled"
+        );
+        library.ask(FILLED, None, LIMIT).unwrap();
         client.goes_on();
         assert!(same(&machine.held(client.pid), &before));
     }
@@ -138,7 +144,7 @@ fn memory_leaves_and_comes_back() {
         .filter(|at| places(&first).contains(at))
         .count();
     assert!(kept > 0 && size(&stopped).unwrap() >= size(&first).unwrap().min(100 << 20));
-    library.ask(Request::Go, None, LIMIT).unwrap();
+    library.ask(GO, None, LIMIT).unwrap();
     drop(imported);
     client.goes_on();
     for size in [
@@ -163,7 +169,7 @@ fn memory_leaves_and_comes_back() {
     // Nothing happened: after the pieces were given, and when the agent has died by then.
     drop(library.ask(STOP, None, LIMIT).unwrap());
     client.stands_still();
-    library.ask(Request::Go, None, LIMIT).unwrap();
+    library.ask(GO, None, LIMIT).unwrap();
     client.goes_on();
     drop(
         library
@@ -216,6 +222,19 @@ fn memory_leaves_and_comes_back() {
     bring_back(&copier, &library, &mut memory);
     common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
 
+    // Frees beside a capture, and questions about memory that is away: the client ends if one fails.
+    for gpu in [0, 1] {
+        let flags = format!("--mib 32 --chunk-mib 16 --threads 3 --frees --gpus {gpu}");
+        let client = self::client(&mut machine, &flags);
+        let library = Library::of(client.pid).unwrap();
+        for _ in 0..3 {
+            let mut memory = take_out(&copier, &library);
+            client.stands_still();
+            bring_back(&copier, &library, &mut memory);
+            client.goes_on();
+        }
+    }
+
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
     let client = self::client(&mut machine, "--mib 64 --chunk-mib 32");
     let library = Library::of(client.pid).unwrap();
@@ -226,11 +245,11 @@ fn memory_leaves_and_comes_back() {
         let first: Vec<u64> = first.unwrap().iter().map(|piece| piece.offset).collect();
         assert_eq!(first, [0]);
     }
-    assert!(library.ask(Request::Go, None, LIMIT).is_err());
+    assert!(library.ask(FILLED, None, LIMIT).is_err());
     let uuid = common::gpu(0);
     machine.control(&format!("reserve {uuid} {}", 1u64 << 50));
     assert!(library.ask(ALL, None, LIMIT).is_err());
-    assert!(library.ask(Request::Go, None, LIMIT).is_err());
+    assert!(library.ask(FILLED, None, LIMIT).is_err());
     machine.control(&format!("reserve {uuid} 0"));
     bring_back(&copier, &library, &mut memory);
     client.goes_on();

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
-use cuda_sim::abi::CuDevicePtr;
-use cuda_sim::cuda::Cuda;
+use cuda_sim::abi::{CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CuDevicePtr};
+use cuda_sim::cuda::{CuError, Cuda};
 use cuda_sim::ranks::{Rank, Team, Way};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
@@ -66,6 +66,9 @@ struct Args {
     /// Allocate and free a MiB at every tick
     #[arg(long)]
     churn: bool,
+    /// Free memory at every tick in the ways that programs do beside a capture, and in the threads ask what is at an address
+    #[arg(long)]
+    frees: bool,
     /// Fill the first so many MiB anew at every tick, as a training does with its parameters: the sum then tells the tick
     #[arg(long)]
     train_mib: Option<usize>,
@@ -182,9 +185,14 @@ fn run(
     }
     for _ in 0..args.threads {
         let first = gpus.first().copied().unwrap_or(0);
+        let known = chunks.first().filter(|_| args.frees).map(|chunk| chunk.0);
         thread::spawn(move || {
             let _ = cuda.use_device(first);
             while cuda.mem_info().is_ok() {
+                if let Some(Err(error)) = known.map(|p| cuda.memory_type(p)) {
+                    eprintln!("Error: the first chunk: {error}");
+                    std::process::exit(1);
+                }
                 thread::sleep(Duration::from_millis(1));
             }
         });
@@ -209,6 +217,9 @@ fn run(
             cuda.free(cuda.alloc(1 << 20).context("alloc")?)
                 .context("free")?;
         }
+        if args.frees {
+            free_in_all_ways(&cuda, gpus.last().copied().unwrap_or(0))?;
+        }
         let mut expected = expected;
         if let Some(rank) = &mut rank {
             (total, expected) = (rank.step()?, rank.expected);
@@ -222,6 +233,28 @@ fn run(
     }
     drop(leaked);
     Ok(())
+}
+
+/// Frees memory in a stream's order, and in another thread while this one captures. This one may not.
+fn free_in_all_ways(cuda: &Cuda, gpu: i32) -> Result<()> {
+    cuda.free_async(cuda.alloc(2 << 20).context("alloc")?)
+        .context("free in a stream")?;
+    let (others, own) = (cuda.alloc(2 << 20)?, cuda.alloc(2 << 20)?);
+    let stream = cuda.capture().context("capture")?;
+    let freed = thread::scope(|scope| {
+        let free = || cuda.use_device(gpu).and_then(|()| cuda.free(others));
+        scope.spawn(free).join()
+    });
+    let forbidden = cuda.free(own);
+    cuda.end_capture(stream).context("the capture's end")?;
+    match freed {
+        Ok(freed) => freed.context("free beside a capture")?,
+        Err(_) => bail!("a thread died"),
+    }
+    if forbidden != Err(CuError(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)) {
+        bail!("free in a capture: {forbidden:?}");
+    }
+    cuda.free(own).context("free after a capture")
 }
 
 /// Opens the control node, as a library beside the driver would.

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
+use super::exports_capture::{unsafe_call, wait};
 use super::memory::{self, Way};
 use super::process::{Gpu, Inner, api, init, process};
 use super::shared::{self, Kind};
@@ -63,6 +64,7 @@ exports! {
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, dev: CuDevice) = put(value, api(|i| match attribute {
         75 => number(gpu(i, dev)?.compute.0), // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         76 => number(gpu(i, dev)?.compute.1),
+        110 => Ok(1), // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
         _ => Err(CUDA_ERROR_INVALID_VALUE),
     }));
     fn cuCtxGetDevice(dev: *mut CuDevice) =
@@ -94,11 +96,17 @@ exports! {
     fn cuCtxSetCurrent(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(memory::set_current)));
     fn cuCtxGetCurrent(ctx: *mut *mut c_void) =
         put(ctx, api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))));
-    fn cuCtxSynchronize() = code(api(|_| Ok(())));
-    fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) = put(ptr, api(|i| memory::alloc(i, bytes as u64)));
+    fn cuCtxSynchronize() = code(api(|_| wait()));
+    fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) = put(ptr, api(|i| {
+        unsafe_call()?;
+        memory::alloc(i, bytes as u64)
+    }));
     fn cuMemAllocManaged(ptr: *mut CuDevicePtr, bytes: usize, _flags: c_uint) =
         put(ptr, api(|i| memory::alloc_managed(i, bytes as u64)));
-    fn cuMemFree_v2(ptr: CuDevicePtr) = code(api(|i| memory::free(i, ptr)));
+    fn cuMemFree_v2(ptr: CuDevicePtr) = code(api(|i| {
+        unsafe_call()?;
+        memory::free(i, ptr)
+    }));
     fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) =
         code(api(|i| memory::copy(i, to, from.cast_mut(), bytes, Way::ToDevice)));
     fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) =

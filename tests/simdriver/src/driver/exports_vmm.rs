@@ -21,7 +21,10 @@ pub struct Properties {
     kind: c_uint,
     handle_types: c_uint,
     location: Location,
-    rest: [u64; 2],
+    win32: u64,
+    compression: u8,
+    rdma: u8,
+    rest: [u8; 6],
 }
 
 const DESCRIPTOR: c_uint = 1;
@@ -41,7 +44,10 @@ exports! {
             kind: 1,
             handle_types: DESCRIPTOR,
             location: Location { kind: 1, id },
-            rest: [0; 2],
+            win32: 0,
+            compression: 0,
+            rdma: 0,
+            rest: [0; 6],
         }));
     fn cuDevicePrimaryCtxGetState(_device: CuDevice, flags: *mut c_uint, active: *mut c_int) =
         match put(flags, api(|_| Ok(0))) {
@@ -100,7 +106,11 @@ extern "C" fn cuMemCreate(
         return CUDA_ERROR_INVALID_VALUE;
     }
     // SAFETY: not null; the program promised that it may be read.
-    let device = unsafe { (*properties).location.id };
+    let (device, rdma) = unsafe { ((*properties).location.id, (*properties).rdma) };
+    // Every other GPU refuses what it says it has, so that both ways are tried.
+    if rdma != 0 && device % 2 == 1 {
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
     put(handle, api(|i| vmm::create(i, bytes as u64, device)))
 }
 

@@ -182,7 +182,7 @@ pub fn copy(
 }
 
 /// The block of this process that holds a range, and the offset in it.
-fn own(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(u64, u64), CuResult> {
+pub fn locate(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(u64, u64), CuResult> {
     match vmm::find(inner, address, len).transpose()? {
         Some(Place::Own(block, offset)) => Ok((block, offset)),
         Some(Place::Foreign(..)) => Err(CUDA_ERROR_NOT_SUPPORTED),
@@ -194,7 +194,7 @@ pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResul
     if let Some((import, offset)) = shared::find(inner, address, len) {
         return import.sum(inner, offset, len);
     }
-    let (block, offset) = own(inner, address, len)?;
+    let (block, offset) = locate(inner, address, len)?;
     Ok(inner.ask(op::SUM, &[block, offset, len])?[1])
 }
 
@@ -202,7 +202,7 @@ pub fn fill(inner: &Inner, address: CuDevicePtr, value: u8, len: u64) -> Result<
     if len == 0 {
         return Ok(());
     }
-    let (block, offset) = own(inner, address, len)?;
+    let (block, offset) = locate(inner, address, len)?;
     inner
         .ask(op::MEMSET, &[block, offset, len, u64::from(value)])
         .map(|_| ())

@@ -13,6 +13,7 @@ macro_rules! exports {
 
 pub mod caller;
 pub mod exports;
+pub mod exports_capture;
 pub mod exports_checkpoint;
 pub mod exports_vmm;
 pub mod gate;

@@ -110,6 +110,15 @@ check 'two, one left: it goes on' goes_on
 check 'two, one left: the same sum' test "$(sum)" = "$last"
 end
 
+# Frees beside a capture, and questions about memory that is away: it ends if one fails.
+run_rootfs --mib 64 --chunk-mib 16 --threads 2 --frees
+for times in once twice; do
+    check "frees, $times: left running" does pod container checkpoint --leave-running --export /tmp/job.tar job
+    check "frees, $times: handed over" recorded "$handed_over | length == 1"
+    check "frees, $times: it goes on" goes_on
+done
+end
+
 # Without the library: as ever.
 run --annotation dev.cryopod.preload=off --mib 100
 check 'off: checkpoint' does pod container checkpoint --export /tmp/job.tar job
