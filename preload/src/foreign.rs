@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 /// Handles of the driver's, and the addresses at which they are mapped.
 #[derive(Debug)]
-struct Held {
+struct KnownHandles {
     handles: BTreeSet<u64>,
     mapped: BTreeSet<u64>,
 }
 
-impl Held {
+impl KnownHandles {
     const fn new() -> Self {
         Self {
             handles: BTreeSet::new(),
@@ -36,15 +36,15 @@ impl Held {
 /// What a process has of others. A multicast object lives as long as it is mapped or a handle of it is not released.
 #[derive(Debug)]
 pub struct Foreign {
-    imports: Held,
-    multicast: Held,
+    imports: KnownHandles,
+    multicast: KnownHandles,
 }
 
 impl Foreign {
     pub const fn new() -> Self {
         Self {
-            imports: Held::new(),
-            multicast: Held::new(),
+            imports: KnownHandles::new(),
+            multicast: KnownHandles::new(),
         }
     }
 

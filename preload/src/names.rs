@@ -7,7 +7,8 @@ macro_rules! all_symbols {
         $then! {
             six:
                 cuGraphLaunch cuGraphLaunch_ptsz cuGraphUpload cuGraphUpload_ptsz
-                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchCooperativeKernelMultiDevice
+                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchHostFunc cuLaunchHostFunc_ptsz
+                cuLaunchHostFunc_v2 cuLaunchHostFunc_v2_ptsz cuLaunchCooperativeKernelMultiDevice
                 cuLaunch cuLaunchGrid cuLaunchGridAsync
                 cuMemcpy cuMemcpy_ptds cuMemcpyAsync cuMemcpyAsync_ptsz
                 cuMemcpyPeer cuMemcpyPeer_ptds cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
@@ -42,7 +43,8 @@ macro_rules! all_symbols {
                 cuStreamBatchMemOp cuStreamBatchMemOp_ptsz cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
                 cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
                 cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz
-                cuPointerGetAttribute cuPointerGetAttributes cuPointerSetAttribute cuMemGetAccess cuTexObjectCreate
+                cuPointerGetAttribute cuPointerGetAttributes cuPointerSetAttribute cuMemGetAccess
+                cuTexObjectCreate cuTexRefSetAddress_v2 cuTexRefSetAddress2D_v3
                 cuGraphAddNode cuGraphAddNode_v2 cuGraphAddMemcpyNode cuGraphAddMemsetNode
                 cuGraphMemcpyNodeSetParams cuGraphMemsetNodeSetParams cuGraphNodeSetParams cuGraphExecNodeSetParams
                 cuGraphExecMemcpyNodeSetParams cuGraphExecMemsetNodeSetParams cuGraphExecUpdate cuGraphExecUpdate_v2

@@ -446,6 +446,7 @@ for part in $parts; do
             preload_ways
             annotations=()
             ;;
+        preload-calls) run_case preload-calls preload_calls "${runtimes%% *}" ;;
         preload-torch)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case preload-torch torch

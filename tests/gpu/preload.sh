@@ -45,6 +45,32 @@ preloaded_program() { # RUNTIME VARIABLE COMMAND... LABEL: as without the librar
             checkpoint: {frozen_s: $frozen}, longest_pause_s: $gap}')"
 }
 
+preload_calls() { # RUNTIME LABEL: calls by address, frees and forks as without the library, also while checkpoints leave it running
+    local label=$2 want=/logs/$2.whole.out rounds=200 n id
+    [ -z "$sim" ] || skip "$label" "the simulated driver launches no kernels"
+    low_level "$1"
+    gpu_args 1
+    timeout 300 podman --runtime crun run --rm --name calls "${gpu[@]}" "$image" /work/pointers "$rounds" > "$want" 2>&1 ||
+        { grep -v ' ok ' "$want" | tail -n 5 && return 1; }
+    pod run -d --name calls --annotation dev.cryopod.preload=on "${gpu[@]}" "$image" /work/pointers "$rounds" > /dev/null || return
+    id=$(podman inspect --format '{{.Id}}' calls)
+    for n in 1 2 3; do
+        wait_for more_lines calls $((n * rounds / 5)) || { podman logs calls | tail -n 5 && return 1; }
+        cryopod-runtime checkpoint --leave-running --image-path "/var/lib/containers/calls.$n" --work-path /logs "$id" > "/logs/$label.said" 2>&1 ||
+            { cat "/logs/$label.said" && keep_logs calls "$label" && return 1; }
+        rm -rf "/var/lib/containers/calls.$n"
+        [ "$(lines calls)" -lt "$rounds" ] || { say "$label: it was over before checkpoint $n" && return 1; }
+    done
+    wait_for state_is calls exited || return
+    podman logs calls > "/logs/$label.out" 2>&1
+    cmp <(losses "$want") <(losses "/logs/$label.out") || { grep -v ' ok ' "/logs/$label.out" | tail -n 5 && return 1; }
+    # The library says once that CUDA IPC fails, and nothing else is an error.
+    [ "$(grep -c 'dev.cryopod.preload' "/logs/$label.out")" = 1 ] && ! grep -q '^error: ' "/logs/$label.out" || { grep -v ' ok ' "/logs/$label.out" | tail -n 5 && return 1; }
+    say "$label: $(losses "$want" | wc -l) rounds as without; $(grep '^#' "/logs/$label.out")"
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson n "$(losses "$want" | wc -l)" --arg info "$(grep '^#' "/logs/$label.out")" \
+        --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: $runtime, rounds: $n, info: $info, longest_pause_s: $gap}')"
+}
+
 digests_agree() { # LABEL: digests that the GPU makes are the blake3 crate's
     [ -n "$(type -P digests)" ] || skip "$1" "cryopod-cuda's example digests is not in the pack; build it in release"
     digests /usr/lib/x86_64-linux-gnu/libcuda.so.1 $([ -n "$sim" ] && echo 0 || echo 8) | tee "/logs/$1.out" || return

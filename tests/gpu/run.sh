@@ -7,7 +7,7 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two vram-apart digests preload preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart
+#                       vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram sealed nccl ipc copies
 #                       copies-two docker ctr cri elsewhere against (default: all but the last that the machine can do; docker, ctr and cri need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
@@ -132,7 +132,7 @@ if [ -z "$sim" ]; then
         ln -s "/opt/driver/$library" "$work/root/usr/lib/x86_64-linux-gnu/$library"
     done
     ln -s /opt/driver/libcuda.so.1 "$work/root/usr/lib/x86_64-linux-gnu/libcuda.so.1"
-    for program in gpujob launches allreduce; do
+    for program in gpujob launches allreduce pointers; do
         echo "gpu-test: building $program with $nvcc"
         timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/$program" \
             "$here/$program.cu" -ldl || die "$program could not be built"
@@ -167,7 +167,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive sealed nccl ipc copies copies-two docker ctr cri elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive sealed nccl ipc copies copies-two docker ctr cri elsewhere}")
 store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")

@@ -12,22 +12,23 @@ use crate::abi::*;
 const GLOBAL: c_uint = 0;
 const RELAXED: c_uint = 2;
 
-struct Capture {
+struct StreamCapture {
     stream: usize,
     mode: c_uint,
     thread: ThreadId,
 }
 
-static CAPTURES: Mutex<Vec<Capture>> = Mutex::new(Vec::new());
+static CAPTURES: Mutex<Vec<StreamCapture>> = Mutex::new(Vec::new());
 
-fn captures() -> MutexGuard<'static, Vec<Capture>> {
+fn captures() -> MutexGuard<'static, Vec<StreamCapture>> {
     CAPTURES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether this thread may allocate and free memory.
 pub fn unsafe_call() -> Result<(), CuResult> {
-    let forbids =
-        |c: &Capture| c.mode == GLOBAL || (c.mode != RELAXED && c.thread == thread::current().id());
+    let forbids = |c: &StreamCapture| {
+        c.mode == GLOBAL || (c.mode != RELAXED && c.thread == thread::current().id())
+    };
     match captures().iter().any(forbids) {
         true => Err(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
         false => Ok(()),
@@ -45,7 +46,7 @@ pub fn wait() -> Result<(), CuResult> {
 exports! {
     fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) = code(api(|_| {
         let (stream, thread) = (stream.addr(), thread::current().id());
-        captures().push(Capture { stream, mode, thread });
+        captures().push(StreamCapture { stream, mode, thread });
         Ok(())
     }));
     fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_void) = put(graph, api(|_| {
