@@ -51,6 +51,11 @@ pub fn end(directories: &[PathBuf]) -> bool {
     }
 }
 
+/// Returns true if a CRIU works in these directories.
+pub fn works(directories: &[PathBuf]) -> bool {
+    !at_work(directories).is_empty()
+}
+
 /// Finds processes with CRIU's name that have a file of these directories open: CRIU keeps its log open while it works.
 /// Processes that CRIU forks have its name at first.
 fn at_work(directories: &[PathBuf]) -> Vec<i32> {

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,6 +28,7 @@ use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
 use crate::{criu, options, ttrpc::rpc};
 use cryopod_archive::format::names;
+use cryopod_archive::format::text::printable;
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::limited;
@@ -111,6 +114,8 @@ pub struct Tasks {
     upstream: Address,
     /// containerd's namespace. A shim has containers of only one; containerd 1.7 does not state it in its calls.
     namespace: String,
+    /// This program's standard error leads nowhere.
+    log: PathBuf,
     containers: Mutex<HashMap<String, KnownContainer>>,
 }
 
@@ -122,6 +127,7 @@ impl Tasks {
             runtime,
             upstream,
             namespace: namespace.into(),
+            log: names::DETACHED_LOG.into(),
             containers: Mutex::default(),
         }
     }
@@ -190,26 +196,30 @@ impl Tasks {
 
     /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
-        let complete = checkpoint.images.join(names::METADATA).exists();
         // It answers when the checkpoint has succeeded or failed.
         let mut lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
-        if lives && complete {
-            // CRIU may just have killed the container, of which the stock shim learns later.
-            thread::sleep(EXIT_NOTICE);
+        if lives {
+            // A CRIU whose runtime was killed may complete the images and kill the container, of which the stock shim
+            // learns later.
+            let known = self
+                .lock()
+                .get(&checkpoint.id)
+                .map(|c| c.place.criu.clone());
+            let directories = known.unwrap_or_default();
+            loop {
+                let works = criu::works(&directories);
+                thread::sleep(EXIT_NOTICE);
+                if !works {
+                    break;
+                }
+            }
             let state = self.state(&checkpoint.id);
             lives = state.is_some_and(|s| is_started(&s) && has_process(&s));
         }
         if lives {
             restore::discard(&checkpoint.images);
-        } else if complete {
-            // Of a container that has ended they are all that is left.
-            let marked = File::create(checkpoint.images.join(names::ONLY_COPY));
-            eprintln!(
-                "cryopod: {}: the only checkpoint of {}, which containerd did not pack{}",
-                checkpoint.images.display(),
-                checkpoint.id,
-                marked.map_or_else(|e| format!("; kept for a day: {e}"), |_| String::new())
-            );
+        } else if checkpoint.images.join(names::METADATA).exists() {
+            keep(checkpoint, &self.log);
         }
     }
 
@@ -541,6 +551,25 @@ impl Tasks {
             status.set_message(format!("{reason} ({})", status.message()));
         }
     }
+}
+
+/// Keeps the images of a container that has ended: they are all that is left of it.
+fn keep(checkpoint: &PackedCheckpoint, log: &Path) {
+    let marked = File::create(checkpoint.images.join(names::ONLY_COPY));
+    let images = checkpoint.images.display();
+    let id = &checkpoint.id;
+    let until = marked.map_or_else(|e| format!(" within a day ({e})"), |_| String::new());
+    let verb = match checkpoint.images.join(names::STORE_REFERENCE).exists() {
+        true => "bundle",
+        false => "pack",
+    };
+    let said = format!(
+        "cryopod: {images}: the only checkpoint of {id}, which has ended: containerd died before it packed it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
+    );
+    let mut options = File::options();
+    let options = options.append(true).create(true).mode(0o600);
+    let log = options.open(log);
+    let _ = log.and_then(|mut log| writeln!(log, "level=error msg={:?}", printable(&said)));
 }
 
 fn is_started(state: &StateResponse) -> bool {

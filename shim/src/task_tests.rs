@@ -172,9 +172,15 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
     let stock = UnixListener::bind(&path).unwrap();
     let mut child = Command::new("true").spawn().unwrap();
     let pids = [std::process::id(), child.id()];
+    let of = |kept: bool| {
+        let number = format!("{}{}", std::process::id(), u8::from(kept));
+        restore::temporary().join(format!("ctrd-checkpoint{number}"))
+    };
     let answers = thread::spawn(move || {
         for pid in pids.into_iter().flat_map(|pid| [pid; 2]) {
             let (mut client, _) = stock.accept().unwrap();
+            // The checkpoint may be complete only when the first answer comes.
+            std::fs::write(of(pid != pids[0]).join(names::METADATA), "{}").unwrap();
             let mut frame = Frame::read(&mut client).unwrap().unwrap();
             let mut state = StateResponse::new();
             state.status = containerd_shim::api::Status::RUNNING.into();
@@ -187,21 +193,22 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
         }
     });
     let upstream = Address(path.to_str().unwrap().to_owned());
-    let tasks = Tasks::new(None, upstream, "default");
+    let mut tasks = Tasks::new(None, upstream, "default");
+    tasks.log = dir.path().join("log");
     for kept in [false, true] {
-        let number = format!("{}{}", std::process::id(), u8::from(kept));
-        let images = restore::temporary().join(format!("ctrd-checkpoint{number}"));
+        let images = of(kept);
         std::fs::DirBuilder::new()
             .mode(0o700)
             .create(&images)
             .unwrap();
-        std::fs::write(images.join(names::METADATA), "{}").unwrap();
         tasks.abandoned(&PackedCheckpoint {
             id: "c1".into(),
             images: images.clone(),
         });
         assert_eq!(images.join(names::ONLY_COPY).exists(), kept);
         assert_eq!(images.exists(), kept);
+        let said = std::fs::read_to_string(&tasks.log).unwrap_or_default();
+        assert_eq!(said.contains(images.to_str().unwrap()), kept, "{said}");
         let _ = std::fs::remove_dir_all(images);
     }
     answers.join().unwrap();

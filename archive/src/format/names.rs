@@ -51,6 +51,8 @@ pub const CONTAINERD_RW: &str = "rw.tar";
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
 /// Marks an image directory of containerd's that the shim keeps: its container has ended, and nobody packed it.
 pub const ONLY_COPY: &str = ".cryopod-only-copy";
+/// The log of cryopod's processes that no engine listens to.
+pub const DETACHED_LOG: &str = "/var/log/cryopod-on-stop.log";
 /// The list of a checkpoint's files in a place, with their digests.
 pub const LISTING: &str = "cryopod-files.json";
 pub const LISTING_PARTIAL: &str = ".cryopod-files.json.partial";

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use cryopod_archive::format::names;
 use cryopod_archive::store::{Holders, StoreEntry};
 use cryopod_operations::config::Config;
 use cryopod_operations::images::store::places;
@@ -49,7 +50,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for e in &entries {
         let mut held: Vec<String> = holders
             .of(e)
-            .map(|h| h.path.display().to_string())
+            .map(|h| match h.path.join(names::ONLY_COPY).exists() {
+                true => format!("{} (its container's only checkpoint)", h.path.display()),
+                false => h.path.display().to_string(),
+            })
             .collect();
         if held.is_empty() {
             held.push(kept(e).unwrap_or("nothing refers to it").into());

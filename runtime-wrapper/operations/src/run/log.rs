@@ -11,6 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -29,7 +30,7 @@ struct Lines {
 
 /// The log of processes of ours that go on without an engine. The engine's log is read while its command runs, and may be
 /// gone later.
-pub const DETACHED: &str = "/var/log/cryopod-on-stop.log";
+pub const DETACHED: &str = names::DETACHED_LOG;
 
 /// Directs messages to a log of cryopod's own, which is standard error, too.
 pub fn init_at(file: &Path) {
