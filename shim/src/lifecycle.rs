@@ -77,7 +77,10 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     up().or_else(|_| up()).inspect_err(|_| {
         shut_down(&record.upstream, flags);
     })?;
-    print(&bootstrap.with_address(&record.address.0))
+    // containerd may have died, and knows of no shim that it has to end.
+    print(&bootstrap.with_address(&record.address.0)).inspect_err(|_| {
+        shut_down(&record.upstream, flags);
+    })
 }
 
 /// Points the bundle's address file to our socket: containerd 1.7 looks there for its shims after its own restart.

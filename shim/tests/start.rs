@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -17,8 +17,8 @@ use std::time::Duration;
 use containerd_shim::api::Options;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{Message, UnknownFields};
-use containerd_shim::protos::ttrpc::Response;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
+use containerd_shim::protos::ttrpc::{Request, Response};
 use cryopod_shim::bootstrap::{StartRequest, fields};
 use cryopod_shim::options;
 use cryopod_shim::ttrpc::address::{Address, Bootstrap};
@@ -29,19 +29,27 @@ const ID: &str = "c1";
 const NAMESPACE: &str = "default";
 
 /// A stock shim's socket, on which every call succeeds with an empty answer.
-struct StockShim(Arc<Mutex<Vec<UnixStream>>>);
+#[derive(Default, Clone)]
+struct StockShim {
+    streams: Arc<Mutex<Vec<UnixStream>>>,
+    calls: Arc<Mutex<Vec<String>>>,
+}
 
 impl StockShim {
     fn serve(socket: &Path) -> Self {
         let listener = UnixListener::bind(socket).unwrap();
-        let streams = Arc::new(Mutex::new(Vec::new()));
-        let all = Arc::clone(&streams);
+        let new = Self::default();
+        let all = new.clone();
         thread::spawn(move || {
             for stream in listener.incoming() {
                 let mut stream = stream.unwrap();
-                all.lock().unwrap().push(stream.try_clone().unwrap());
+                let copy = stream.try_clone().unwrap();
+                all.streams.lock().unwrap().push(copy);
+                let calls = Arc::clone(&all.calls);
                 thread::spawn(move || {
                     while let Ok(Some(mut frame)) = Frame::read(&mut stream) {
+                        let request = Request::parse_from_bytes(&frame.body).unwrap();
+                        calls.lock().unwrap().push(request.method);
                         frame.header.type_ = MESSAGE_TYPE_RESPONSE;
                         frame.body = Response::new().write_to_bytes().unwrap();
                         frame.write(&mut stream).unwrap();
@@ -49,12 +57,12 @@ impl StockShim {
                 });
             }
         });
-        Self(streams)
+        new
     }
 
     /// Ends, so that our process in front of it does.
     fn end(&self, front: &Address) {
-        for stream in &*self.0.lock().unwrap() {
+        for stream in &*self.streams.lock().unwrap() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         for _ in 0..1000 {
@@ -82,11 +90,13 @@ struct Said {
 /// Starting a program while another thread writes one gives ETXTBSY.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Calls `start`; `in_place`: by the stock shim's own name.
-fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said {
-    let _one = ONE_AT_A_TIME.lock();
-    let dir = tempfile::tempdir().unwrap();
-    let at = |name: &str| dir.path().join(name);
+/// Begins a `start` in this directory; `in_place`: by the stock shim's own name. Returns the stock shim, which answers.
+fn begin(
+    dir: &Path,
+    answer: impl Fn(&str) -> Vec<u8>,
+    in_place: bool,
+) -> (Child, StockShim, Address) {
+    let at = |name: &str| dir.join(name);
     let stock = Address(format!("unix://{}", at("s").display()));
     let stock_shim = StockShim::serve(&at("s"));
     fs::create_dir(at("bundle")).unwrap();
@@ -98,7 +108,7 @@ fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said
         false => "containerd-shim-cryopod-v2",
     });
     symlink(SHIM, &ours).unwrap();
-    let mut child = Command::new(&ours)
+    let child = Command::new(&ours)
         .args(["-namespace", NAMESPACE, "-id", ID])
         .args(["-address", "/a", "start"])
         .env("CRYOPOD_STOCK_SHIM", at("stock"))
@@ -108,11 +118,18 @@ fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
+    (child, stock_shim, stock)
+}
+
+fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said {
+    let _one = ONE_AT_A_TIME.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let (mut child, stock_shim, stock) = begin(dir.path(), answer, in_place);
     child.stdin.take().unwrap().write_all(input).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let said = Said {
-        to_stock: fs::read(at("input")).unwrap(),
+        to_stock: fs::read(dir.path().join("input")).unwrap(),
         to_containerd: output.stdout,
         stock,
     };
@@ -238,6 +255,25 @@ fn before_2_3() {
             assert_eq!(object, expected);
         }
     }
+}
+
+/// Nobody else would: containerd does not know of it.
+#[test]
+fn a_shim_whose_containerd_has_died_is_ended() {
+    let _one = ONE_AT_A_TIME.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let bare = |address: &str| address.as_bytes().to_vec();
+    let (mut child, stock_shim, stock) = begin(dir.path(), bare, false);
+    drop(child.stdout.take());
+    drop(child.stdin.take());
+    assert!(!child.wait().unwrap().success());
+    let calls = stock_shim.calls.lock().unwrap().clone();
+    assert_eq!(
+        calls.last().map(String::as_str),
+        Some("Shutdown"),
+        "{calls:?}"
+    );
+    stock_shim.end(&Address::for_upstream(&stock));
 }
 
 /// As the stock shim tells the two forms apart.

@@ -45,11 +45,14 @@ settled() { # nothing works on a container any more
     ! pgrep -x criu > /dev/null && ! pgrep -x cryopod-runtime > /dev/null && ! pgrep cryopod-cuda > /dev/null
 }
 no_job() { ! pgrep -x cusim-client > /dev/null; }
+killed() { # the job. A pause that comes late keeps it, on cgroup v1
+    no_job || { ctr tasks resume job > /dev/null 2>&1 && false; }
+}
 clean() { # everything away, whatever there is; then nothing is left
     local pid
     ctr tasks resume job > /dev/null 2>&1 || true
     ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
-    wait_for no_job
+    wait_for killed
     ctr tasks delete -f job > /dev/null 2>&1 || true
     ctr containers rm job > /dev/null 2>&1 || true
     ctr snapshots rm job > /dev/null 2>&1 || true # of a container that ctr had not made yet
@@ -69,8 +72,9 @@ alive_or_gone() { # as containerd reports it
         *) wait_for no_job ;;
     esac
 }
-unreached() { # SINCE-LINE: containerd could not reach our shim after its start, and forgot it. No `delete` follows.
-    tail -n "+$1" /tmp/containerd.log | grep -q 'copy shim log.*file already closed'
+unreached() { # SINCE-LINE: containerd could not reach our shim after its start, and forgot it. No `delete` follows: that
+    # comes with this message
+    ! tail -n "+$1" /tmp/containerd.log | grep -q 'shim disconnected'
 }
 one() { # WHO WHAT AFTER
     local who=$1 what=$2 after=$3 line
