@@ -95,7 +95,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         }
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, |ctx, inv| {
             // It would resume the container at its end.
-            every::interrupt(&state::directory(ctx, inv));
+            every::give_way(&state::directory(ctx, inv));
             pause::pause(ctx, inv)
         }),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),

@@ -12,7 +12,7 @@ use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -116,7 +116,8 @@ pub struct RunOutcome {
 pub struct Signals {
     fd: SignalFd,
     before: SigSet,
-    was_interrupted: AtomicBool,
+    /// The interrupts that have come, a bit each.
+    came: AtomicU32,
 }
 
 impl Signals {
@@ -136,34 +137,42 @@ impl Signals {
                 SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
             })
             .map_err(|e| Error::io("signals cannot be watched")(e.into()))?;
-        let was_interrupted = AtomicBool::new(false);
         Ok(Self {
             fd,
             before,
-            was_interrupted,
+            came: AtomicU32::new(0),
         })
     }
 
     /// Whether an interrupt has come, to an earlier operation too: whoever asks gives up.
     pub fn interrupted(&self) -> bool {
-        while self.next().is_some() {}
-        self.was_interrupted.load(Ordering::Relaxed)
+        INTERRUPTS.iter().any(|signal| self.interrupted_by(*signal))
     }
 
-    /// Forgets an interrupt: the next operation is not interrupted.
-    pub fn answered(&self) {
+    /// Whether this interrupt has come.
+    pub fn interrupted_by(&self, signal: Signal) -> bool {
         while self.next().is_some() {}
-        self.was_interrupted.store(false, Ordering::Relaxed);
+        self.came.load(Ordering::Relaxed) & bit(signal) != 0
+    }
+
+    /// Forgets this interrupt: the next operation is not interrupted by it.
+    pub fn answered(&self, signal: Signal) {
+        while self.next().is_some() {}
+        self.came.fetch_and(!bit(signal), Ordering::Relaxed);
     }
 
     fn next(&self) -> Option<Signal> {
         let info = self.fd.read_signal().ok()??;
         let signal = Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()?;
         if INTERRUPTS.contains(&signal) {
-            self.was_interrupted.store(true, Ordering::Relaxed);
+            self.came.fetch_or(bit(signal), Ordering::Relaxed);
         }
         Some(signal)
     }
+}
+
+fn bit(signal: Signal) -> u32 {
+    1 << signal as i32
 }
 
 /// Returns the command that runs this program under another name, as a process that outlives this one.

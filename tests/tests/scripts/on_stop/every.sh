@@ -66,6 +66,18 @@ check 'then it is checkpointed again' wait_for further stays $((10#$old + 1))
 podman rm -f -t 0 stays > /dev/null
 check 'nothing is left' wait_for nothing_left
 
+# ---- pauses are no stops: long before the grace period is over ----
+mapfile -t every < <(to $place pauses)
+pod run -d --name pauses "${every[@]}" --annotation dev.cryopod.grace_s=600 --network none localhost/busybox "${counter[@]}" > /tmp/said 2>&1
+wait_for further pauses 0
+for _ in 1 2; do
+    check 'a pause' podman pause pauses
+    check 'an unpause' podman unpause pauses
+done
+check 'it is checkpointed again' wait_for further pauses $((10#$(newest pauses) + 1))
+podman rm -f -t 0 pauses > /dev/null
+check 'nothing is left' wait_for nothing_left
+
 # ---- a checkpoint that fails ----
 mount -t tmpfs -o size=64k,mode=700 full /srv/full
 mapfile -t every < <(to /srv/full full)

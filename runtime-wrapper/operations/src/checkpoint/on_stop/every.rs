@@ -1,7 +1,7 @@
 //! Checkpoints a running container again and again into its place: [`ANNOTATION`].
 //!
 //! A process of its own does so ([`NAME`]), for as long as the container exists. It holds the lock [`LOCK`]. A stop
-//! interrupts it and takes the lock, so that it never waits for a whole checkpoint.
+//! interrupts it by TERM and takes the lock, so that it never waits for a whole checkpoint. A pause interrupts it by INT.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 use nix::fcntl::{Flock, FlockArg};
+use nix::sys::signal::Signal as Interrupt;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{DEFAULT_GRACE, GRACE, PlacedRequest, checkpoint_of, config_of_place};
@@ -39,6 +40,13 @@ const LOOK: Duration = Duration::from_millis(200);
 const MAKER: &str = "CRYOPOD_MAKER";
 /// A container that handles TERM may be ending until its engine's grace period is over, which only [`GRACE`] tells.
 const LONGEST_GRACE: Duration = Duration::from_secs(120);
+/// So many times in a row the low-level runtime knows no process of a container that has ended. It may fail once.
+const ENDED: u32 = 3;
+/// What ends the checkpoints, and what interrupts one: [`give_way`] sends the first.
+const STOP: Interrupt = Interrupt::SIGTERM;
+const PAUSES: [Interrupt; 3] = [Interrupt::SIGINT, Interrupt::SIGHUP, Interrupt::SIGQUIT];
+/// How soon a pause that is announced shows in the container's state.
+const PAUSED: Duration = Duration::from_secs(2);
 /// After failures the time between two tries grows to so many periods.
 const MAX_PERIODS: u32 = 64;
 
@@ -68,22 +76,34 @@ pub(super) fn start(ctx: &Context) -> io::Result<()> {
     command.spawn().map(drop)
 }
 
-/// Has the process give up, without waiting for it.
-pub fn interrupt(directory: &Path) {
+/// Has the process give up for the container's stop, without waiting for it.
+pub(super) fn interrupt(directory: &Path) {
+    if let Some(unlocked) = signal(directory, Signal::TERM) {
+        // It is between two checkpoints, and finds its id gone.
+        let _ = unlocked.set_len(0);
+    }
+}
+
+/// Has the process give up a checkpoint for a pause, without waiting for it. It makes none of a paused container.
+pub fn give_way(directory: &Path) {
+    drop(signal(directory, Signal::INT));
+}
+
+/// Sends the process a signal. Returns the lock if the process does not have it.
+fn signal(directory: &Path, signal: Signal) -> Option<Flock<File>> {
     let mut options = File::options();
-    let Ok(mut file) = options.read(true).write(true).open(directory.join(LOCK)) else {
-        return;
-    };
+    let options = options.read(true).write(true);
+    let mut file = options.open(directory.join(LOCK)).ok()?;
     let mut id = String::new();
     let _ = (&mut file).take(20).read_to_string(&mut id);
     let id = id.trim().parse().ok().and_then(Pid::from_raw);
     let process = id.and_then(|id| pidfd_open(id, PidfdFlags::empty()).ok());
-    match Flock::lock(file, FlockArg::LockSharedNonblock) {
-        // It is between two checkpoints, and finds its id gone.
-        Ok(unlocked) => drop(unlocked.set_len(0)),
-        // As long as it is locked, the process is the one that was opened.
-        Err(_) => drop(process.map(|process| pidfd_send_signal(process, Signal::TERM))),
+    let unlocked = Flock::lock(file, FlockArg::LockSharedNonblock).ok();
+    // As long as it is locked, the process is the one that was opened.
+    if let (None, Some(process)) = (&unlocked, process) {
+        let _ = pidfd_send_signal(process, signal);
     }
+    unlocked
 }
 
 /// Has the process give up, and returns the lock, with which there is no other. `None`: it did not give up in time.
@@ -204,11 +224,17 @@ impl<'a> Attendance<'a> {
         let mut due = Instant::now() + period;
         while self.exists() {
             std::thread::sleep(LOOK);
-            if self.signals.interrupted() || self.was_stopped() {
+            if self.signals.interrupted_by(STOP) || self.was_stopped() {
                 if !self.outlives_its_stop(stopping) {
                     return;
                 }
                 due = Instant::now() + period;
+            }
+            if self.signals.interrupted() {
+                PAUSES
+                    .iter()
+                    .for_each(|signal| self.signals.answered(*signal));
+                due = due.max(Instant::now() + PAUSED);
             }
             if Instant::now() < due || self.lock.is_none() {
                 continue;
@@ -216,6 +242,9 @@ impl<'a> Attendance<'a> {
             let started = Instant::now();
             match self.checkpoint() {
                 Ok(()) => wait = period,
+                Err(e) if self.signals.interrupted() => {
+                    tracing::info!("{}: a checkpoint gives way: {e}", self.inv.id);
+                }
                 Err(e) => {
                     tracing::warn!("{}: no checkpoint while it runs: {e}", self.inv.id);
                     // Each try stops the container for a moment.
@@ -241,11 +270,16 @@ impl<'a> Attendance<'a> {
     /// checkpoint would be one of a container that is ending.
     fn outlives_its_stop(&mut self, stopping: Duration) -> bool {
         self.lock = None;
-        self.signals.answered();
+        self.signals.answered(STOP);
         let until = Instant::now() + stopping;
+        let mut unknown = 0;
         while Instant::now() < until {
             std::thread::sleep(Duration::from_secs(1));
-            if !self.exists() || self.state().is_none() {
+            unknown = match self.state() {
+                Some(_) => 0,
+                None => unknown + 1,
+            };
+            if !self.exists() || unknown == ENDED {
                 return false;
             }
         }
@@ -313,6 +347,28 @@ mod tests {
         drop(first);
         assert!(lock(dir.path()).is_ok());
         assert!(end(&dir.path().join("gone"), Duration::from_secs(60)).is_none());
+    }
+
+    #[test]
+    fn a_pause_is_no_stop() {
+        use std::os::unix::process::ExitStatusExt;
+        use std::process::Command;
+        let dir = tempfile::tempdir().unwrap();
+        for (tell, sent) in [
+            (give_way as fn(&Path), libc::SIGINT),
+            (interrupt, libc::SIGTERM),
+        ] {
+            let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
+            let mut lock = lock(dir.path()).unwrap();
+            writeln!(lock, "{}", process.id()).unwrap();
+            tell(dir.path());
+            assert_eq!(process.wait().unwrap().signal(), Some(sent));
+            drop(lock);
+            tell(dir.path());
+            // By this the process learns that there was a stop while the lock was free.
+            let is_told = std::fs::read(dir.path().join(LOCK)).unwrap().is_empty();
+            assert_eq!(is_told, sent == libc::SIGTERM);
+        }
     }
 
     #[test]
