@@ -46,6 +46,8 @@ const ANNOTATION: &str = "dev.cryopod.rootfs";
 /// docker's usual namespace in containerd, a directory in the path of its bundles. With `--userns-remap` and with
 /// `--containerd-namespace` it is another.
 const DOCKER: &str = "moby";
+/// What docker mounts into each container, from files of the same names in its directory of the container.
+const OF_DOCKER: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
 /// Prefix of nerdctl's annotations.
 const NERDCTL: &str = "nerdctl/";
 
@@ -84,10 +86,17 @@ pub fn is_unpacked_again(spec: &Spec, bundle: &Path, id: &str) -> bool {
         || own_directory(spec, id).is_some()
 }
 
-/// Returns docker's directory of a container, from which it mounts files.
+/// Returns docker's directory of a container, from which it mounts [`OF_DOCKER`]. Users name directories like containers, too.
 pub fn own_directory(spec: &Spec, id: &str) -> Option<PathBuf> {
     let mounts = spec.mounts();
-    let sources = mounts.iter().filter_map(|m| m.source().as_deref());
+    let sources = mounts.iter().filter_map(|m| {
+        let to = OF_DOCKER
+            .iter()
+            .map(Path::new)
+            .find(|p| p == m.destination())?;
+        let source = m.source().as_deref();
+        source.filter(|source| source.file_name() == to.file_name())
+    });
     let mut above = sources.filter_map(Path::parent);
     above
         .find(|dir| dir.file_name().is_some_and(|name| name == id))

@@ -85,6 +85,13 @@ mod tests {
             Some(own.as_path())
         );
         assert_eq!(rootfs::own_directory(&spec, "c2"), None);
+        for (destination, source) in [
+            ("/data", own.join("data")),
+            ("/etc/hosts", own.join("mine")),
+        ] {
+            let users = json!({"mounts": [{"destination": destination, "source": source}]});
+            assert_eq!(rootfs::own_directory(&Spec::from_json(users), "c1"), None);
+        }
         fs::write(own.join("checkpoints/old/inventory.img"), "x").unwrap();
         assert!(!expects(&own), "another checkpoint is in it");
         fs::create_dir(own.join("checkpoints/new")).unwrap();
