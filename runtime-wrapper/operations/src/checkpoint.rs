@@ -72,7 +72,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let mut request = Request::checkpoint(ctx, inv, &state);
-    request.lock = refused_before::lock(&request)?;
+    request.lock = refused_before::lock(&request, &state)?;
     refused_before::lost_export(&request)?;
     refused_before::without_cgroups(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
@@ -113,7 +113,7 @@ fn into_place(
     let mut request = Request::checkpoint(ctx, inv, state);
     request.ends = own.end.is_some();
     request.into_place = true;
-    request.lock = refused_before::lock(&request)?;
+    request.lock = refused_before::lock(&request, state)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     match with_metadata(&request, state, nodes, Some(own), Instant::now())? {
         code if code == ExitCode::SUCCESS => Ok(()),

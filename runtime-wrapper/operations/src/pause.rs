@@ -18,6 +18,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_cuda::exchange::client::Client;
+use cryopod_cuda::messages::protocol::ProcessState;
 use cryopod_cuda::suspend::{self, Done, How, SuspendError, Suspended};
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan;
@@ -39,7 +40,7 @@ use crate::request::passthrough;
 use crate::request::state::{self, ContainerState, verb};
 use crate::rootfs::frozen;
 use crate::run::log;
-use crate::run::operation::Operation;
+use crate::run::operation::{self, Operation};
 use crate::vram::agent::{RunningAgent, SOCKET};
 
 /// Asks for the driver's lock at the pause: `on` or `off`.
@@ -80,6 +81,8 @@ fn is_held(state_directory: &Path) -> bool {
 
 /// Pauses a container. On error the container goes on running.
 pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    // What a killed operation has frozen must not be thawed when it is paused.
+    operation::sweep_dead();
     let host = Host::system();
     let tools = SystemTools::from_env();
     let state = ContainerState::ask(ctx, inv, &tools);
@@ -87,7 +90,8 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     // A checkpoint of a running container ends with a running one, and may have it frozen meanwhile.
-    let _free = BundleLock::take(&state.bundle, PATIENCE, || {
+    let directory = state.lock_directory(ctx, inv);
+    let _free = BundleLock::take(&directory, PATIENCE, || {
         format!(
             "pause of {} refused: a checkpoint of it is under way; try again when that has ended",
             inv.id
@@ -176,6 +180,7 @@ fn waits(inv: &Invocation, init: i32, why: &str) -> Error {
 
 /// Resumes a container. An error says whether it runs.
 pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    operation::sweep_dead();
     let directory = state::directory(ctx, inv);
     if is_held(&directory) {
         return Err(Error::Failed(format!(
@@ -257,23 +262,41 @@ pub fn bring_back(config: &Config, host: &Host, op: &Operation, pids: &[i32]) ->
     });
     let left: Vec<_> = left.collect();
     let _ = fs::remove_file(op.file(SOCKET));
-    let _agent = PauseDriver::agent(config, host, op)?;
-    let (mut client, how) = (PauseDriver::client(op)?, PauseDriver::how(config)?);
+    let started = PauseDriver::agent(config, host, op)
+        .and_then(|agent| Ok((agent, PauseDriver::client(op)?, PauseDriver::how(config)?)));
+    let (_agent, mut client, how) = match started {
+        Ok(started) => started,
+        Err(e) => {
+            // The driver may have locked nothing: then they wait for this alone.
+            suspend::recover(pids);
+            return Err(e);
+        }
+    };
     let deadline = Instant::now() + SETTLED;
     let back = loop {
         match suspend::resume(&mut client, &left, &[], &how) {
             Ok(_) | Err(SuspendError::Running | SuspendError::NotSuspended) => break Ok(()),
-            Err(SuspendError::State { .. } | SuspendError::Step { .. })
-                if Instant::now() < deadline =>
-            {
+            Err(e) if may_pass(&e) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(250));
             }
             Err(e) => break Err(Error::Failed(e.to_string())),
         }
     };
-    // Those that the driver had not locked yet.
-    suspend::recover(pids);
+    if back.is_ok() {
+        // Those that the driver had not locked yet. After an error some may be locked, and would wait for the driver with
+        // their library's mutex; where only communicators are down they would be given up.
+        suspend::recover(pids);
+    }
     back
+}
+
+/// Returns true for what the driver may still end by itself.
+fn may_pass(error: &SuspendError) -> bool {
+    match error {
+        SuspendError::State { state, .. } => *state != ProcessState::Failed,
+        SuspendError::Step { .. } => true,
+        _ => false,
+    }
 }
 
 /// Prints the low-level runtime's output and returns its exit code.
@@ -335,5 +358,23 @@ impl Drop for PauseDriver {
     /// Waits until the agent has put things in order; its directory goes after that.
     fn drop(&mut self) {
         drop(self.agent.take());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_wait_cures_a_process_that_failed() {
+        let of = |state| SuspendError::State {
+            pid: 7,
+            comm: String::new(),
+            state,
+            remedy: "",
+        };
+        assert!(may_pass(&of(ProcessState::Checkpointing)));
+        assert!(!may_pass(&of(ProcessState::Failed)));
+        assert!(!may_pass(&SuspendError::Files(String::new())));
     }
 }

@@ -97,7 +97,7 @@ fn restore(
     checkpoint: OpenedCheckpoint,
     new: Option<&NewContainer>,
 ) -> Result<(ExitCode, GuardedBundle), Error> {
-    let guarded = GuardedBundle::of(ctx, inv)?;
+    let mut guarded = GuardedBundle::of(ctx, inv)?;
     let host = Host::system();
     let on_disk = Spec::of_bundle(&inv.bundle())?;
     let mut edits = preload::edits_of_restore(&checkpoint.images)?;
@@ -124,7 +124,8 @@ fn restore(
     let changed = bundle::change(&request, &on_disk, edits, &prepared, &op)?;
     prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
-    let ran = run::run(&request, &prepared, &op, &signals, new, amd)?;
+    let mut unlock = || guarded.lock = BundleLock::default();
+    let ran = run::run(&request, &prepared, &op, &signals, new, amd, &mut unlock)?;
     if let Some(links) = links {
         links.put_back();
     }
@@ -140,7 +141,7 @@ fn restore(
 /// killed: an engine's monitor (conmon) would wait for what the container prints, and never report the failure.
 pub struct GuardedBundle {
     guard: Option<(PipeWriter, Child)>,
-    _lock: BundleLock,
+    lock: BundleLock,
 }
 
 impl GuardedBundle {
@@ -164,7 +165,7 @@ impl GuardedBundle {
         let lock_of_guard = lock.share().filter(|_| outlives && is_free);
         let warn = |e: &io::Error| tracing::warn!("{}: {e}", Self::GUARD);
         let guard = lock_of_guard.and_then(|lock| start_guard(ctx, lock).inspect_err(warn).ok());
-        Ok(Self { guard, _lock: lock })
+        Ok(Self { guard, lock })
     }
 
     /// Runs the process.

@@ -141,3 +141,16 @@ wait_for past $((before + 3))
 [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
 echo 'ok: the next restore'
 "$low" kill c1 KILL
+wait_for sh -c "[ \"\$($low state c1 | jq -r .status)\" = stopped ]"
+cryopod-runtime delete c1
+
+# A container in the foreground can be paused while it runs.
+cat /tmp/out.then > $out
+cryopod-runtime restore --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+wrapper=$!
+wait_for past $((before + 3))
+cryopod-runtime pause c1
+cryopod-runtime resume c1
+echo 'ok: a pause in the foreground'
+"$low" kill c1 KILL
+wait $wrapper || true

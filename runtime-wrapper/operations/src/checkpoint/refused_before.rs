@@ -9,6 +9,7 @@ use cryopod_host::spec::Spec;
 use crate::bundle::lock::BundleLock;
 use crate::error::Error;
 use crate::request::Request;
+use crate::request::state::ContainerState;
 
 /// podman's name in the annotation `io.container.manager`.
 const PODMAN: &str = "libpod";
@@ -17,9 +18,10 @@ const POD: &str = "io.kubernetes.cri-o.SandboxID";
 /// Part of the cgroup's name of each container of podman.
 const PODMAN_CGROUP: &str = "libpod-";
 
-/// Locks the container's bundle, for as long as it is checkpointed.
-pub(super) fn lock(request: &Request<'_>) -> Result<BundleLock, Error> {
-    BundleLock::take(&request.bundle, Duration::ZERO, || {
+/// Locks the container, for as long as it is checkpointed.
+pub(super) fn lock(request: &Request<'_>, state: &ContainerState) -> Result<BundleLock, Error> {
+    let directory = state.lock_directory(request.ctx, request.inv);
+    BundleLock::take(&directory, Duration::ZERO, || {
         format!(
             "checkpoint of {} refused: another checkpoint of it is under way; try again when that has ended",
             request.id()

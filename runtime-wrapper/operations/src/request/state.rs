@@ -54,6 +54,15 @@ impl ContainerState {
         })
     }
 
+    /// Returns the directory that whoever works at the container locks: its bundle. All containers in user namespaces have
+    /// the same for crun, "/".
+    pub fn lock_directory(&self, ctx: &Context, inv: &Invocation) -> PathBuf {
+        match self.bundle == Path::new("/") {
+            true => directory(ctx, inv),
+            false => self.bundle.clone(),
+        }
+    }
+
     /// Returns the container as the root file system's part needs it.
     pub fn container<'a>(
         &'a self,

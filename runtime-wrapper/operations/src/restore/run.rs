@@ -34,6 +34,8 @@ pub(super) struct RestoreOutcome {
     pub unfit: Option<Error>,
 }
 
+/// CRIU's last stage: the container runs.
+const RUNNING: &str = "post-resume";
 /// CRIU's stage at which the plugins have done their work, and the last at which CRIU takes no for an answer.
 const RESTORED: &str = "post-restore";
 
@@ -139,7 +141,7 @@ fn actions<'a>(
 }
 
 /// Runs the low-level runtime's restore and answers CRIU's stages. `new`: the container that is being created. `amd`:
-/// CRIU's amdgpu plugin takes part.
+/// CRIU's amdgpu plugin takes part. `unlock` is called when a container in the foreground runs.
 pub(super) fn run(
     request: &Request<'_>,
     prepared: &RestorePreparation,
@@ -147,6 +149,7 @@ pub(super) fn run(
     signals: &Signals,
     new: Option<&NewContainer>,
     amd: bool,
+    unlock: &mut dyn FnMut(),
 ) -> Result<RestoreOutcome, Error> {
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
@@ -181,6 +184,10 @@ pub(super) fn run(
     let mut unfit = None;
     let mut decide = |question: &StageQuestion| {
         progress.step(&question.stage);
+        if question.stage == RUNNING && !detach {
+            // Until its end it could be neither paused nor checkpointed.
+            unlock();
+        }
         let mut due = actions.iter().filter(|a| a.is_due(&question.stage));
         let found = || due.find_map(|action| (action.run)(question).err());
         unfit = unfit.take().or_else(found);
