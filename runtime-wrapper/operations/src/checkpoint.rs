@@ -31,6 +31,7 @@ use cryopod_host::containerd::is_image_directory;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_host::spec::Spec;
 
 use self::exit_file::ExitFile;
 use self::image_directory::ImageDirectory;
@@ -170,7 +171,7 @@ fn with_metadata(
             end(frozen);
         }
         if !dumped.succeeded() && !state.paused {
-            frozen::thaw_left(&request.host, state.init);
+            frozen::thaw_left(&request.host, &request.spec, state.init);
         }
         let again = dumped.ended.not_frozen && tries > 0;
         let result = conclude::conclude(prepared, dumped, again);
@@ -210,7 +211,7 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
         let ended = child::attend(low, args, stderr)?;
         if ended.code != 0 {
             if !state.paused {
-                frozen::thaw_left(&request.host, state.init);
+                frozen::thaw_left(&request.host, &request.spec, state.init);
             }
             let none = request.tools.find("criu").is_none();
             let reasons = none.then(|| NO_CRIU.to_owned()).into_iter();
@@ -319,17 +320,18 @@ impl Drop for Thawed<'_> {
         if alive(&self.request.host, self.state) {
             let paused = ask(self.request, "pause");
             let directory = state::directory(self.request.ctx, self.request.inv);
-            end_thawed(paused, &self.request.host, self.state.init, &directory);
+            let (host, spec) = (&self.request.host, &self.request.spec);
+            end_thawed(paused, host, spec, self.state.init, &directory);
         }
     }
 }
 
 /// Removes the mark of a container that is paused again. One that is not keeps it, for the engine's `resume`. runc gives
 /// up after 10 s, and would leave it to freeze later (cgroup v2).
-fn end_thawed(paused: bool, host: &Host, init: i32, state_directory: &Path) {
+fn end_thawed(paused: bool, host: &Host, spec: &Spec, init: i32, state_directory: &Path) {
     match paused {
         true => drop(pause::unmark_thawed(state_directory)),
-        false => frozen::thaw_left(host, init),
+        false => frozen::thaw_left(host, spec, init),
     }
 }
 
@@ -346,10 +348,10 @@ mod tests {
         dir.put("sys/fs/cgroup/c/cgroup.freeze", "1\n");
         let host = Host::at(dir.path());
         pause::mark_thawed(dir.path()).unwrap();
-        end_thawed(false, &host, 7, dir.path());
+        end_thawed(false, &host, &Spec::default(), 7, dir.path());
         assert_eq!(std::fs::read(&freeze).unwrap(), b"0\n");
         dir.put("sys/fs/cgroup/c/cgroup.freeze", "1\n");
-        end_thawed(true, &host, 7, dir.path());
+        end_thawed(true, &host, &Spec::default(), 7, dir.path());
         assert_eq!(std::fs::read(&freeze).unwrap(), b"1\n");
         assert!(!pause::unmark_thawed(dir.path()), "it was removed");
     }

@@ -163,7 +163,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let paused = verb(ctx, inv, "pause", &tools);
     if !paused.as_ref().is_ok_and(|out| out.code == 0) {
         // runc gives up after 10 s, and would leave it to freeze later (cgroup v2).
-        frozen::thaw_left(&host, state.init);
+        frozen::thaw_left(&host, &spec, state.init);
         if !unlock(&driver, &host, &record(&done)) {
             return Err(waits(inv, state.init, "pause failed"));
         }

@@ -170,7 +170,7 @@ pub fn capture(
     let upper = upper
         .as_ref()
         .map(|upper| (upper.open(), upper.path(), FILE));
-    let _frozen = Frozen::of(host, container.init, operation).map_err(failed)?;
+    let _frozen = Frozen::of(host, container.spec, container.init, operation).map_err(failed)?;
     for (directory, path, name) in shm.into_iter().chain(upper) {
         let partial = images.join(format!(".{name}.partial"));
         let done = directory

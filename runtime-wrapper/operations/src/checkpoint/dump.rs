@@ -116,8 +116,8 @@ pub(super) fn dump(
         let mut answer = Ok(());
         if request.ends && question.stage == LAST_STAGE {
             // CRIU lets go of processes that must not run on.
-            let stopped =
-                Frozen::stopped(&request.host, completion.state.init, completion.op.dir());
+            let (init, op) = (completion.state.init, completion.op.dir());
+            let stopped = Frozen::stopped(&request.host, &request.spec, init, op);
             answer = stopped.map(|cgroup| frozen = Some(cgroup));
         }
         let answer = answer.and_then(|()| completion.at(&question.stage));

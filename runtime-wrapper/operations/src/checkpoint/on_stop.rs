@@ -48,6 +48,7 @@ use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
+use crate::rootfs::frozen::Frozen;
 use crate::run::child::Signals;
 use crate::run::{log, metrics};
 
@@ -405,7 +406,9 @@ fn save_in_time(
     let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, partial.path())?;
     let mut partial = Some(partial);
     let mut named = PathBuf::new();
-    let mut end = |frozen| {
+    let mut end = |mut frozen: Frozen| {
+        // From here on the checkpoint is the container's end, also if this process is killed in the middle of it.
+        frozen.forget_note();
         if let Some(partial) = partial.take() {
             named = partial.complete();
             tracing::info!("{}: checkpointed into {}", inv.id, named.display());

@@ -100,9 +100,9 @@ impl NewContainer {
     }
 
     /// Freezes the container with this init process if it has to wait.
-    pub fn stop(&self, host: &Host, init: i32) -> Result<(), String> {
+    pub fn stop(&self, host: &Host, spec: &Spec, init: i32) -> Result<(), String> {
         match self.wait {
-            true => Frozen::at_restore(host, init),
+            true => Frozen::at_restore(host, spec, init),
             false => Ok(()),
         }
     }

@@ -84,7 +84,7 @@ fn actions<'a>(
     })];
     if let Some(new) = new {
         actions.push(Action::at(new_container::STAGE, |question| {
-            if let Err(e) = new.stop(host, question.init) {
+            if let Err(e) = new.stop(host, &request.spec, question.init) {
                 tracing::error!("{e}");
             }
             Ok(())

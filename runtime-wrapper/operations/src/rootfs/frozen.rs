@@ -12,13 +12,17 @@ use cryopod_archive::format::text::printable;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::{Host, if_there, read_bounded};
 use cryopod_host::limited::wait_until;
+use cryopod_host::spec::Spec;
 
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
 /// crun's own cgroup in that of a container which it restores, where systemd or version 1 manages cgroups.
 const OF_CRUN: &str = ".proxy-crun";
+/// Names the cgroup that crun makes for the container in the one that systemd makes; without it [`SUBGROUP`].
+const SUBGROUP_ANNOTATION: &str = "run.oci.systemd.subgroup";
+const SUBGROUP: &str = "container";
 
-/// The frozen cgroup of a container's init process. Dropped, it is as it was.
+/// A container's frozen cgroup. Dropped, it is as it was.
 #[derive(Debug, Default)]
 pub struct Frozen {
     /// The file to write to, and the text that thaws; `None` if the cgroup was frozen already, or needs no freezing.
@@ -33,18 +37,22 @@ const NOTE_MAX: u64 = 64 << 10;
 
 struct Freezer {
     dir: PathBuf,
+    /// The cgroup of the init process: this one, or one below that the container has made.
+    innermost: PathBuf,
     /// The cgroup of this program, in the same hierarchy.
     beside: PathBuf,
     v2: bool,
 }
 
 impl Freezer {
-    /// Finds the cgroup of the container with the init process `init`. None that would freeze this program, too.
-    fn of(host: &Host, init: i32) -> Option<Self> {
+    /// Finds the cgroup of the container with the init process `init`: the one that the low-level runtime pauses. None that
+    /// would freeze this program, too.
+    fn of(host: &Host, spec: &Spec, init: i32) -> Option<Self> {
         let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
         let own = host.text("/proc/self/cgroup").unwrap_or_default();
         let found = cgroups.lines().filter_map(|line| {
-            let (kind, path) = parsed(line)?;
+            let (kind, innermost) = parsed(line)?;
+            let path = find_own(spec, innermost);
             // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze
             // itself.
             let mut ours = own.lines().filter_map(parsed);
@@ -54,8 +62,9 @@ impl Freezer {
                 return None;
             }
             // Never the root; `..` leads out of this program's cgroup namespace.
+            let innermost = innermost.strip_prefix("/").ok()?;
             let path = path.strip_prefix("/").ok()?;
-            let mut names = path.components();
+            let mut names = innermost.components();
             if path == Path::new("") || !names.all(|c| matches!(c, Component::Normal(_))) {
                 return None;
             }
@@ -76,6 +85,7 @@ impl Freezer {
             let root = roots.find(|root| root.join(path).join(file).exists())?;
             Some(Self {
                 dir: root.join(path),
+                innermost: root.join(innermost),
                 beside: root.join(ours.strip_prefix("/").unwrap_or(ours)),
                 v2,
             })
@@ -93,17 +103,22 @@ impl Freezer {
         self.dir.join(name)
     }
 
-    fn reads(&self, name: &str, line: &str) -> bool {
-        std::fs::read_to_string(self.dir.join(name))
-            .is_ok_and(|text| text.lines().any(|found| found == line))
-    }
-
     fn is_frozen(&self) -> bool {
         if self.v2 {
-            self.reads("cgroup.events", "frozen 1")
+            reads(&self.dir.join("cgroup.events"), "frozen 1")
         } else {
-            self.reads("freezer.state", "FROZEN")
+            reads(&self.dir.join("freezer.state"), "FROZEN")
         }
+    }
+
+    /// The cgroups from the init process's up to the container's own that are frozen themselves.
+    fn frozen(&self) -> impl Iterator<Item = &Path> {
+        let all = self.innermost.ancestors();
+        let all = all.take_while(|dir| dir.starts_with(&self.dir));
+        all.filter(|dir| match self.v2 {
+            true => reads(&dir.join("cgroup.freeze"), "1"),
+            false => !reads(&dir.join("freezer.state"), "THAWED"),
+        })
     }
 
     /// Freezes it; `operation` gets the note.
@@ -121,11 +136,15 @@ impl Freezer {
             std::fs::write(note, serde_json::to_vec(&(self.file(), thaw))?)?;
         }
         // From here on the drop thaws it, whatever happens.
-        let frozen = Frozen {
+        let mut frozen = Frozen {
             thaw: Some((self.file(), thaw)),
             note,
         };
-        write(&self.file(), freeze)?;
+        if let Err(e) = write(&self.file(), freeze) {
+            // Who cannot write there has frozen nothing, and could thaw nothing.
+            frozen.thaw = None;
+            return Err(e);
+        }
         match wait_until(LIMIT, TICK, || self.is_frozen()) {
             true => Ok(frozen),
             false => Err(io::ErrorKind::TimedOut.into()),
@@ -146,6 +165,26 @@ impl Freezer {
     }
 }
 
+/// Returns the cgroup that the low-level runtime has made for a container, whose init process is in `innermost`. Without one
+/// in the spec that is all there is to know.
+fn find_own<'a>(spec: &Spec, innermost: &'a Path) -> &'a Path {
+    let named = spec.cgroup_path().map(PathBuf::from);
+    let named = named.filter(|named| innermost.starts_with(named));
+    let subgroup = spec.annotation(SUBGROUP_ANNOTATION).unwrap_or(SUBGROUP);
+    let of_crun = named.as_ref().filter(|_| spec.names_a_slice());
+    let of_crun = of_crun.map(|named| named.join(subgroup));
+    let is_own = |path: &&Path| {
+        [&of_crun, &named]
+            .iter()
+            .any(|own| own.as_deref() == Some(*path))
+    };
+    innermost.ancestors().find(is_own).unwrap_or(innermost)
+}
+
+fn reads(file: &Path, line: &str) -> bool {
+    std::fs::read_to_string(file).is_ok_and(|text| text.lines().any(|found| found == line))
+}
+
 /// Parses controllers and path from a line of `/proc/PID/cgroup`.
 fn parsed(line: &str) -> Option<(&str, &Path)> {
     let mut parts = line.splitn(3, ':').skip(1);
@@ -163,9 +202,14 @@ impl Frozen {
     ///
     /// # Errors
     /// A text that names a process which would go on running.
-    pub fn of(host: &Host, init: i32, operation: Option<&Path>) -> Result<Self, String> {
+    pub fn of(
+        host: &Host,
+        spec: &Spec,
+        init: i32,
+        operation: Option<&Path>,
+    ) -> Result<Self, String> {
         let nothing = Self::default();
-        let Some(freezer) = Freezer::of(host, init) else {
+        let Some(freezer) = Freezer::of(host, spec, init) else {
             return Ok(nothing);
         };
         let why = match freezer.freeze(operation) {
@@ -192,8 +236,8 @@ impl Frozen {
     ///
     /// # Errors
     /// A text that says why it cannot be frozen.
-    pub fn stopped(host: &Host, init: i32, operation: &Path) -> Result<Self, String> {
-        let freezer = Freezer::of(host, init);
+    pub fn stopped(host: &Host, spec: &Spec, init: i32, operation: &Path) -> Result<Self, String> {
+        let freezer = Freezer::of(host, spec, init);
         let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
         let frozen = freezer.freeze(Some(operation));
         frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))
@@ -205,8 +249,8 @@ impl Frozen {
     ///
     /// # Errors
     /// A text that says what cannot be moved or frozen.
-    pub fn at_restore(host: &Host, init: i32) -> Result<(), String> {
-        let freezer = Freezer::of(host, init);
+    pub fn at_restore(host: &Host, spec: &Spec, init: i32) -> Result<(), String> {
+        let freezer = Freezer::of(host, spec, init);
         let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
         let tree = live::tree(host, init);
         for pid in freezer.members() {
@@ -220,6 +264,13 @@ impl Frozen {
         let mut frozen = frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))?;
         frozen.thaw = None;
         Ok(())
+    }
+
+    /// Leaves the cgroup frozen if this process is killed: nobody may let the container go on any more.
+    pub fn forget_note(&mut self) {
+        if let Some(note) = self.note.take() {
+            let _ = std::fs::remove_file(note);
+        }
     }
 }
 
@@ -289,20 +340,19 @@ pub fn thaw(cgroup: &Path) {
 
 /// Thaws the cgroup of version 1 that holds a process, and no other.
 pub fn thaw_v1(host: &Host, pid: i32) {
-    if let Some(freezer) = Freezer::of(host, pid).filter(|freezer| !freezer.v2) {
+    if let Some(freezer) = Freezer::of(host, &Spec::default(), pid).filter(|f| !f.v2) {
         thaw(&freezer.dir);
     }
 }
 
 /// Thaws a container that nobody has paused, and a killed CRIU has left frozen.
-pub fn thaw_left(host: &Host, init: i32) {
-    let is_left = |freezer: &Freezer| match freezer.v2 {
-        true => freezer.reads("cgroup.freeze", "1"),
-        false => !freezer.reads("freezer.state", "THAWED"),
+pub fn thaw_left(host: &Host, spec: &Spec, init: i32) {
+    let Some(freezer) = Freezer::of(host, spec, init) else {
+        return;
     };
-    if let Some(freezer) = Freezer::of(host, init).filter(is_left) {
-        tracing::warn!("{}: was left frozen, and is thawed", freezer.dir.display());
-        thaw(&freezer.dir);
+    for dir in freezer.frozen() {
+        tracing::warn!("{}: was left frozen, and is thawed", dir.display());
+        thaw(dir);
     }
 }
 
@@ -343,9 +393,7 @@ impl Drop for Frozen {
                 file.display()
             );
         }
-        if let Some(note) = &self.note {
-            let _ = std::fs::remove_file(note);
-        }
+        self.forget_note();
     }
 }
 
@@ -397,7 +445,7 @@ mod tests {
         ] {
             let events = ("sys/fs/cgroup/c/cgroup.events", "populated 1\nfrozen 1\n");
             let (dir, host) = host(cgroups, &[(file, frozen), events]);
-            drop(Frozen::of(&host, 7, None).unwrap());
+            drop(Frozen::of(&host, &Spec::default(), 7, None).unwrap());
             assert_eq!(fs::read_to_string(dir.path().join(file)).unwrap(), frozen);
         }
     }
@@ -408,12 +456,18 @@ mod tests {
         let (dir, host) = host("3:cpu,freezer:/c\n0::/\n", &[(file, "THAWED")]);
         let operation = tempfile::tempdir().unwrap();
         let state = || fs::read_to_string(dir.path().join(file)).unwrap();
-        let freeze = || Frozen::of(&host, 7, Some(operation.path())).unwrap();
+        let freeze = || Frozen::of(&host, &Spec::default(), 7, Some(operation.path())).unwrap();
         std::mem::forget(freeze());
         assert_eq!(state(), "FROZEN");
         thaw_noted(operation.path());
         assert_eq!(state(), "THAWED");
         drop(freeze());
+        // The container must not go on, whoever is killed.
+        let mut ending = freeze();
+        ending.forget_note();
+        std::mem::forget(ending);
+        thaw_noted(operation.path());
+        assert_eq!(state(), "FROZEN");
         // Somebody else pauses the container later.
         dir.put(file, "FROZEN");
         thaw_noted(operation.path());
@@ -431,7 +485,10 @@ mod tests {
                     ("sys/fs/cgroup/x/cgroup.freeze", "0"),
                 ],
             );
-            assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
+            assert!(
+                Freezer::of(&host, &Spec::default(), 7).is_none(),
+                "{cgroups}"
+            );
         }
     }
 
@@ -443,7 +500,11 @@ mod tests {
                 ("sys/fs/cgroup/c/cgroup.freeze", "0"),
             ];
             let (_dir, host) = host("0::/c\n", &files);
-            assert_eq!(Freezer::of(&host, 7).is_some(), frozen, "{own}");
+            assert_eq!(
+                Freezer::of(&host, &Spec::default(), 7).is_some(),
+                frozen,
+                "{own}"
+            );
         }
     }
 
@@ -460,11 +521,64 @@ mod tests {
         );
         // Opening it for writing fails, also for root.
         dir.dir("sys/fs/cgroup/c/cgroup.freeze");
-        Frozen::of(&host, 7, None).unwrap();
+        Frozen::of(&host, &Spec::default(), 7, None).unwrap();
         let below = dir.path().join("sys/fs/cgroup/c/below/cgroup.procs");
         fs::write(below, "8\n").unwrap();
-        let error = Frozen::of(&host, 7, None).unwrap_err();
+        let error = Frozen::of(&host, &Spec::default(), 7, None).unwrap_err();
         assert!(error.contains("process 8"), "{error}");
         assert!(!error.contains('\x1b'), "{error:?}");
+    }
+
+    /// As in a container whose systemd has moved itself.
+    #[test]
+    fn the_cgroup_that_the_runtime_pauses() {
+        for (named, innermost, own) in [
+            ("/pod/c", "/pod/c/init.scope", "/pod/c"),
+            ("/pod/c", "/pod/c/container", "/pod/c"),
+            (
+                "s.slice:libpod:1",
+                "/s.slice/libpod-1.scope/container/a",
+                "/s.slice/libpod-1.scope/container",
+            ),
+            (
+                "s.slice:runc:1",
+                "/s.slice/runc-1.scope/init.scope",
+                "/s.slice/runc-1.scope",
+            ),
+            ("/pod/c", "/elsewhere/x", "/elsewhere/x"),
+            ("", "/c/x", "/c/x"),
+        ] {
+            let spec = Spec::from_json(serde_json::json!({"linux": {"cgroupsPath": named}}));
+            assert_eq!(
+                find_own(&spec, Path::new(innermost)),
+                Path::new(own),
+                "{named}"
+            );
+        }
+        let spec = Spec::from_json(serde_json::json!({
+            "annotations": {SUBGROUP_ANNOTATION: ""},
+            "linux": {"cgroupsPath": "s.slice:libpod:1"},
+        }));
+        let scope = Path::new("/s.slice/libpod-1.scope");
+        assert_eq!(find_own(&spec, &scope.join("container")), scope);
+    }
+
+    #[test]
+    fn each_cgroup_of_a_container_is_thawed_and_no_other() {
+        let file = |of: &str| format!("sys/fs/cgroup/{of}cgroup.freeze");
+        let (above, own, inner) = (file("pod/"), file("pod/c/"), file("pod/c/init.scope/"));
+        let frozen = [
+            (above.as_str(), "1\n"),
+            (own.as_str(), "1\n"),
+            (inner.as_str(), "0\n"),
+        ];
+        let (dir, host) = host("0::/pod/c/init.scope\n", &frozen);
+        let spec = Spec::from_json(serde_json::json!({"linux": {"cgroupsPath": "/pod/c"}}));
+        thaw_left(&host, &spec, 7);
+        let reads = |file: &str| fs::read_to_string(dir.path().join(file)).unwrap();
+        assert_eq!(
+            [&above, &own, &inner].map(|f| reads(f)),
+            ["1\n", "0\n", "0\n"]
+        );
     }
 }
