@@ -32,7 +32,9 @@ static bool ok(const char *what, cudaError_t error) {
 
 #define DO(call) ok(#call, (call))
 
+// Without a device of its own a thread gets no pointer from the question.
 static void ask(void *p) {
+    DO(cudaSetDevice(0));
     while (!over) {
         cudaPointerAttributes found;
         if (!DO(cudaPointerGetAttributes(&found, p)) || found.type != cudaMemoryTypeDevice || found.devicePointer != p) wrong++;

@@ -187,7 +187,8 @@ fn no_plugin(vendor: Vendor) -> Refusal {
 /// The GPUs behind the nodes, and the drivers, as the host describes them.
 ///
 /// NVIDIA's library makes nodes of all the host's GPUs where it may, as under docker, and the container's device cgroup
-/// lets it open those alone that it was given. Nodes that NVIDIA's older hook makes are in no spec, all of them.
+/// lets it open those alone that it was given: the others are left out. Nodes that NVIDIA's older hook makes are in no
+/// spec, all of them.
 fn describe(host: &Host, mut nodes: Vec<DeviceNode>, scan: &Scan) -> GpuFacts {
     let named: Vec<Vendor> = nodes
         .iter()
@@ -221,8 +222,9 @@ fn describe(host: &Host, mut nodes: Vec<DeviceNode>, scan: &Scan) -> GpuFacts {
                 node.gpu = Some(gpu.id.clone());
                 used |= given(node);
             }
-            if used {
-                gpus.push(gpu);
+            match used {
+                true => gpus.push(gpu),
+                false => nodes.retain(|node| !leads_to(node, &gpu)),
             }
         }
     }
@@ -307,6 +309,7 @@ mod tests {
         let count = |nodes: &[&DeviceNode]| {
             let nodes = nodes.iter().map(|n| (*n).clone()).collect();
             let plan = checkpoint(&host, nodes, 100, &Plugins::default()).unwrap();
+            assert_eq!(plan.gpu.nodes.len(), plan.gpu.gpus.len());
             plan.gpu.gpus.len()
         };
         assert_eq!(count(&[&node("/dev/nvidia0", 0), &made]), 1);

@@ -53,9 +53,11 @@ pod run -d --name made --cap-add MKNOD --network none --device /dev/nvidiactl --
     -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
     -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
     localhost/busybox /cusim/cusim-client --mib 16 --gpus 0 > /dev/null
-podman exec made mknod /dev/nvidia1 c $((0x$(stat -c %t /dev/nvidia1))) $((0x$(stat -c %T /dev/nvidia1)))
-check 'a node that the container made is no GPU of it' pod container checkpoint made
-check 'restored' pod container restore made
+podman exec made mknod /dev/nvidia1 c 1 11 # of those that stand for a GPU, one that its device cgroup does not let it open
+check 'a container that has made a node is checkpointed' pod container checkpoint --keep made
+record=$(podman inspect -f '{{.StaticDir}}' made)/checkpoint/cryopod.json
+check 'the node is no GPU of it' jq -e '[.gpu.gpus[].id] == ["'$gpu0'"] and all(.gpu.nodes[]; .path != "/dev/nvidia1")' "$record"
+check 'restored' pod container restore --keep made
 podman rm -f -t 0 made > /dev/null
 
 told() { # NAME WANT...: in /tmp/said
