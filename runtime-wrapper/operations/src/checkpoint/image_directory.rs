@@ -5,7 +5,6 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_host::containerd::is_image_directory;
-use cryopod_host::files::if_there;
 
 use crate::error::Error;
 use crate::rootfs;
@@ -48,7 +47,10 @@ impl ImageDirectory {
         // Of an earlier checkpoint into the same directory (podman's --keep): a restore would put its files over newer ones.
         for name in [rootfs::FILE, rootfs::SHM_FILE] {
             let old = path.join(name);
-            if_there(fs::remove_file(&old)).map_err(Error::io(old.display().to_string()))?;
+            // A read-only file system refuses to remove what is not there.
+            if old.symlink_metadata().is_ok() {
+                fs::remove_file(&old).map_err(Error::io(old.display().to_string()))?;
+            }
         }
         let waited_for = path.join(WAITED_FOR);
         let create =
