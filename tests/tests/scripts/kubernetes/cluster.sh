@@ -150,7 +150,7 @@ check 'no such registry: says so, and where the archive is' says /tmp/said '/var
 
 chart remove=true
 if command_of remove; then exit 1; fi
-check 'a pod runs: not taken away' says /tmp/said 'delete them first'
+check 'a pod runs: not taken away' says /tmp/said 'remove them first'
 kubectl delete pod counter copy1 copy2 copy3 > /dev/null
 wait_for no_shims
 check 'taken away: the label' command_of unlabel
