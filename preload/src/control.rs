@@ -333,6 +333,10 @@ impl Control<'_> {
         self.set_spare(None);
         let (limit, hold) = (limit.min(LONGEST), hold.min(LONGEST));
         let until = Instant::now() + limit;
+        // First: the driver's own checkpoint, to which an unknown function leaves the process, would not end.
+        if foreign().has_multicast() {
+            return Err(Reason::Multicast);
+        }
         if !gate::holds_all() || !linked::names(driver::is_unknown).is_empty() {
             return Err(Reason::Unknown);
         }

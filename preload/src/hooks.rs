@@ -382,6 +382,5 @@ fn begun(code: c_int, stream: usize) {
 fn ended(code: c_int, stream: usize) {
     if code != WRONG_THREAD {
         gate::capture_ended(stream);
-        memory::free_late();
     }
 }

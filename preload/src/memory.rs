@@ -270,8 +270,10 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
         return None;
     }
     let device = contexts::current_device()?;
-    free_late();
-    let made = memory().allocate(bytes, context, device);
+    let mut made = memory().allocate(bytes, context, device);
+    if made == Err(OUT_OF_MEMORY) && free_late() {
+        made = memory().allocate(bytes, context, device);
+    }
     match made {
         Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
         // A device that cannot do this, say.
@@ -331,6 +333,7 @@ fn free_when(
         return Some(code);
     }
     let freed = memory().free(address)?;
+    free_late();
     Some(freed.err().unwrap_or(0))
 }
 
@@ -349,10 +352,11 @@ fn permitted() -> Result<(), c_int> {
     }
 }
 
-/// Frees what the program has freed during a capture that has ended.
-pub fn free_late() {
+/// Frees what the program has freed during a capture that has ended: where it waits for its work anyway, or wants memory.
+/// Returns true if it tried.
+fn free_late() -> bool {
     if gate::is_capturing() || !std::mem::take(&mut memory().any_late) {
-        return;
+        return false;
     }
     let late: Vec<(u64, usize)> = {
         let memory = memory();
@@ -368,6 +372,7 @@ pub fn free_late() {
             memory.any_late |= !matches!(freed, Some(Ok(())));
         }
     }
+    true
 }
 
 /// Frees what `cuMemAlloc` made in a context that has ended.
