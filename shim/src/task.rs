@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
@@ -54,6 +54,8 @@ const RESUME: Duration = Duration::from_secs(30);
 const STATE: Duration = Duration::from_secs(30);
 /// Time for the stock shim to learn that a container has ended.
 const EXIT_NOTICE: Duration = Duration::from_secs(1);
+/// How long a CRIU without its runtime may work on.
+const CRIU_ENDS: Duration = Duration::from_secs(600);
 
 #[derive(Debug)]
 pub enum Fate {
@@ -206,15 +208,15 @@ impl Tasks {
                 .get(&checkpoint.id)
                 .map(|c| c.place.criu.clone());
             let directories = known.unwrap_or_default();
-            loop {
-                let works = criu::works(&directories);
+            let end = Instant::now() + CRIU_ENDS;
+            let mut works = true;
+            while works && Instant::now() < end {
+                works = criu::works(&directories);
                 thread::sleep(EXIT_NOTICE);
-                if !works {
-                    break;
-                }
             }
             let state = self.state(&checkpoint.id);
-            lives = state.is_some_and(|s| is_started(&s) && has_process(&s));
+            // What a CRIU that hangs has written stays.
+            lives = !works && state.is_some_and(|s| is_started(&s) && has_process(&s));
         }
         if lives {
             restore::discard(&checkpoint.images);
