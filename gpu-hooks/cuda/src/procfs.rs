@@ -111,10 +111,14 @@ mod tests {
     use super::*;
     #[test]
     fn stat_with_a_hostile_name() {
-        let text = "12 (a) R (x y) S 1 12 12 0 -1 4194564 1 2 3 4 5 6 7 8 20 0 1 0 777 0";
+        let text = "12 (a) R (x y) S 1 12 12 0 -1 4194564 1 2 3 4 5 6 7 8 20 0 1 0 777 0 0 0 0 0 0 0 0 256";
         let stat = Stat::parse(text).unwrap();
         assert_eq!((stat.state, stat.start_time), ('S', 777));
         assert!(stat.exiting, "flag PF_EXITING is set");
+        assert!(
+            stat.kill_pending,
+            "SIGKILL is in the set of pending signals"
+        );
     }
 
     #[test]
@@ -140,7 +144,8 @@ mod tests {
     #[test]
     fn own_process_is_alive() {
         let pid = std::process::id() as i32;
-        assert!(!stat(pid).unwrap().exiting);
+        let stat_of = stat(pid).unwrap();
+        assert!(!stat_of.exiting && !stat_of.kill_pending);
         let status = status(pid).unwrap();
         assert_eq!((status.tgid, status.tracer), (pid, 0));
         assert_eq!(status.ns_pids.first(), Some(&pid));

@@ -115,9 +115,10 @@ pub fn retain_living(host: &Host, pids: &mut Vec<i32>) {
     pids.retain(|pid| is_alive(host, *pid));
 }
 
-/// Returns true if there is such a process, and it neither ends nor is a zombie.
+/// Returns true if there is such a process, and it neither ends nor is a zombie nor has been killed: on a busy machine a
+/// killed process is there for a while as if nothing had happened.
 pub fn is_alive(host: &Host, pid: i32) -> bool {
-    Stat::read(host, pid).is_some_and(|stat| !stat.exiting)
+    Stat::read(host, pid).is_some_and(|stat| !stat.exiting && !stat.kill_pending)
 }
 
 /// When a process was started, in clock ticks since boot: with the pid, its identity.

@@ -7,6 +7,8 @@ use crate::files::Host;
 
 /// `PF_EXITING` of the kernel's sched.h.
 const EXITING: u64 = 4;
+/// SIGKILL's bit in a set of signals.
+const SIGKILL: u64 = 1 << 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
@@ -15,6 +17,8 @@ pub struct Stat {
     pub parent: i32,
     /// Exiting, zombie or dead.
     pub exiting: bool,
+    /// SIGKILL is pending: it ends as soon as it runs. The kernel marks each thread of a killed process so.
+    pub kill_pending: bool,
     /// A zombie that a signal ended. The kernel shows this to root.
     pub killed: bool,
     /// Its start time in clock ticks since boot; with the pid it identifies a process.
@@ -34,11 +38,13 @@ impl Stat {
         let mut number = |skipped| fields.nth(skipped).and_then(|f| f.parse::<u64>().ok());
         let flags = number(4).unwrap_or(0);
         let start_time = number(12).unwrap_or(0);
-        let exit_code = number(29).unwrap_or(0);
+        let pending = number(8).unwrap_or(0);
+        let exit_code = number(20).unwrap_or(0);
         Some(Self {
             state,
             parent,
             exiting: matches!(state, 'Z' | 'X' | 'x') || flags & EXITING != 0,
+            kill_pending: pending & SIGKILL != 0,
             killed: state == 'Z' && exit_code & 0x7f != 0,
             start_time,
         })
