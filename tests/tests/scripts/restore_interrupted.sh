@@ -39,7 +39,6 @@ for signal in TERM INT; do
         wrapper=$!
         wait_for test -e /tmp/reached
         kill -$signal $wrapper
-        sleep 0.1
         touch /tmp/go-on
         if wait $wrapper; then echo "SIG$signal at $stage: restored"; exit 1; fi
         grep -q "the checkpoint is untouched: it was interrupted by SIG$signal" /tmp/said || { echo "SIG$signal at $stage:"; cat /tmp/said; exit 1; }
@@ -111,7 +110,6 @@ env --default-signal cryopod-runtime restore --detach --bundle /tmp/b --image-pa
 wrapper=$!
 wait_for test -e /tmp/reached
 kill -TERM $wrapper
-sleep 0.1
 touch /tmp/go-on
 wait $wrapper
 wait_for past $((before + 3))
