@@ -19,13 +19,17 @@ bundle() {
 # of cgroup v1 left a process frozen, as happens once in some thousand: cryopod leaves a container without a GPU to runc,
 # which does not try again.
 pod() {
-    local podman=(podman --runtime "${RUNTIME:-cryopod-runtime}") said=/tmp/checkpoint.said
+    local podman=(podman --runtime "${RUNTIME:-cryopod-runtime}") said=/tmp/checkpoint.said.$BASHPID # two may be under way
     if [ "${1:-} ${2:-}" != "container checkpoint" ]; then
         "${podman[@]}" "$@"
-    elif ! "${podman[@]}" "$@" 2> $said; then
-        if grep -q -e 'Unseizable non-zombie .* state D' -e 'Timeout reached. Try to interrupt' $said; then "${podman[@]}" "$@"; else cat $said >&2 && return 1; fi
-    else cat $said >&2; fi
+    elif ! "${podman[@]}" "$@" 2> "$said"; then
+        if grep -q -e 'Unseizable non-zombie .* state D' -e 'Timeout reached. Try to interrupt' "$said"; then "${podman[@]}" "$@"; else cat "$said" >&2 && return 1; fi
+    else cat "$said" >&2; fi
 }
+
+# in_program ID NAME: the container's init process has become the program NAME. `run -d` and `start` of a low-level runtime
+# return while it is still the runtime itself, with files of the host.
+in_program() { grep -qx "$2" "/proc/$(cryopod-runtime state "$1" | jq .pid)/comm"; }
 
 # low_level NAME: the runtime that cryopod-runtime is to put underneath.
 low_level() { mkdir -p /etc/cryopod && printf '[runtime]\nlow_level = "%s"\n' "$1" > /etc/cryopod/config.toml; }
@@ -117,5 +121,6 @@ simulate() {
     mkdir -p /run/cusim
     /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
     /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 "$@" > /tmp/server.log 2>&1 &
-    wait_for test -S "$sim"
+    wait_for serves
 }
+serves() { /opt/build/cusim-ctl --socket "$sim" status > /dev/null 2>&1; } # a socket's file is there before anybody listens

@@ -87,7 +87,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         with_metadata(&request, &state, nodes, None, started)
     };
     if let Some(exit_file) = exit_file {
-        exit_file.wait();
+        let succeeded = matches!(&result, Ok(code) if *code == ExitCode::SUCCESS);
+        exit_file.wait(succeeded && !request.leave_running() && !request.pre_dump());
     }
     result
 }

@@ -23,7 +23,7 @@ serve() { # DRIVER MODEL MIB COMPUTE MIG...: the machine's two GPUs, or as many 
     done
     /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --config /tmp/machine.toml > /tmp/server.log 2>&1 &
     server=$!
-    wait_for test -S "$sim"
+    wait_for serves
 }
 h200=('NVIDIA H200' 512 '[9, 0]' false)
 l4=('NVIDIA L4' 256 '[8, 9]' true)
@@ -34,9 +34,8 @@ pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidi
     -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
     -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
     localhost/busybox /cusim/cusim-client --mib 100 --gpus 0 > /dev/null
-ticks() { printed job | grep -c ok || true; }
-ticked() { [ "$(ticks)" -ge "$1" ]; }
-wait_for ticked 3
+ticked() { [ "$(printed "$1" | grep -c ok)" -ge "$2" ]; }
+wait_for ticked job 3
 pod container checkpoint --leave-running --export /tmp/job.tar --compress none job > /dev/null
 pod container checkpoint --leave-running --export /tmp/job.tar.gz --compress gzip job > /dev/null
 pod container checkpoint --leave-running --create-image localhost/saved job > /dev/null
@@ -53,6 +52,7 @@ pod run -d --name made --cap-add MKNOD --network none --device /dev/nvidiactl --
     -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
     -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
     localhost/busybox /cusim/cusim-client --mib 16 --gpus 0 > /dev/null
+wait_for ticked made 3 # until then it is not connected to the driver, and may not even be the client
 podman exec made mknod /dev/nvidia1 c 1 11 # of those that stand for a GPU, one that its device cgroup does not let it open
 check 'a container that has made a node is checkpointed' pod container checkpoint --keep made
 record=$(podman inspect -f '{{.StaticDir}}' made)/checkpoint/cryopod.json
@@ -169,10 +169,10 @@ grep -qx 'amdgpu_plugin env KFD_FW_VER_CHECK=0' /run/standin/log
 # A plugin whose search does not end: the restore does, and nothing of it is left.
 tree 1
 touch /run/standin/loop
-configure '[limits]' 'restore_s = 10' 'abort_s = 2'
+configure '[limits]' 'restore_s = 20' 'abort_s = 2' # CRIU must have come to the plugin by then
 sum=$(sha256sum < /tmp/amd.tar)
 if pod container restore --import /tmp/amd.tar > /tmp/said 2>&1; then echo 'the plugin loops: restored'; exit 1; fi
-told 'the plugin loops' 'it took longer than 10 s' 'amdgpu_plugin.so was at work, whose search for GPUs does not end' 'KFD_NUMA_CHECK=off' 'limits.restore_s'
+told 'the plugin loops' 'it took longer than 20 s' 'amdgpu_plugin.so was at work, whose search for GPUs does not end' 'KFD_NUMA_CHECK=off' 'limits.restore_s'
 podman ps -aq | xargs -r podman rm -f -t 0 > /dev/null 2>&1
 wait_for quiet "criu|sleep|$low|cryopod-runtime" && [ -z "$(ls -A /run/cryopod)" ] && [ "$(sha256sum < /tmp/amd.tar)" = "$sum" ]
 echo 'ok: the plugin loops'

@@ -13,7 +13,7 @@ sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 serve() { /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 4 --memory-mib 1024 "$@" > /tmp/server.log 2>&1 & }
 serve
-wait_for test -S "$sim"
+wait_for serves
 mount --bind /run/simulated/driver /proc/driver
 
 run() { # NODES cusim-client ARG...
@@ -36,9 +36,11 @@ used() { # the minors of the GPUs that hold memory
     /opt/build/cusim-ctl --socket "$sim" status | jq -r '[.gpus[] | select(.pids != {}) | .minor] | join(" ")'
 }
 save() { pod container checkpoint --export /tmp/job.tar job > /dev/null && pod rm -f -t 0 job > /dev/null && sum=$(sha256sum < /tmp/job.tar); }
+# The server frees a process's memory when it hears of its end, and each of several processes takes its own.
+uses() { [ "$(used)" = "$1" ]; }
 on() { # NAME MINORS
     goes_on || { echo "$1: does not go on"; exit 1; }
-    [ "$(used)" = "$2" ] || { echo "$1: memory on $(used), not $2"; exit 1; }
+    wait_for uses "$2" || { echo "$1: memory on $(used), not $2"; exit 1; }
     echo "ok: $1"
 }
 quiet() { ! pgrep -x cusim-client > /dev/null; }
@@ -53,7 +55,7 @@ refused() { # NAME WANT...
 }
 
 run '0 1' --mib 64 --gpus 0
-[ "$(used)" = 0 ]
+wait_for uses 0
 save
 jq -e '.gpu.gpus | map(.minor) == [0, 1] and all(.model == "NVIDIA H200" and .memory_bytes == 1073741824)' <<< "$(tar -xOf /tmp/job.tar checkpoint/cryopod.json)" > /dev/null
 configure 0=1,1=0
@@ -98,7 +100,7 @@ pod rm -f -t 0 job > /dev/null
 configure
 annotation='--annotation dev.cryopod.gpu.map=0=1,1=2,2=3,3=0'
 run '0 1 2 3' --mib 16 --procs 3 --gpus 0,1,2
-[ "$(used)" = '0 1 2' ]
+wait_for uses '0 1 2'
 save
 pod container restore --import /tmp/job.tar > /dev/null
 on 'four GPUs, each moved to the next' '1 2 3'

@@ -18,7 +18,7 @@ python3 /src/tests/tests/standin/kfd.py image /sys/class/kfd/kfd/topology /run/s
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 1 --memory-mib 256 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+wait_for serves
 mount --bind /run/simulated/driver /proc/driver
 
 # What an operation's plugin directory holds while CRIU is at work.

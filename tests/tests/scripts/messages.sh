@@ -12,6 +12,7 @@ if cryopod-runtime checkpoint --image-path /tmp/i1 c1 > /tmp/said 2>&1; then ech
 [ "$(wc -l < /tmp/said)" = 1 ] && grep -qF 'a container cannot be checkpointed in created state; start it first' /tmp/said || { cat /tmp/said; exit 1; }
 [ ! -e /tmp/i1 ]
 cryopod-runtime start c1
+wait_for in_program c1 sh
 [ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
 echo 'ok: a container that is only created'
 
@@ -80,9 +81,11 @@ for devices in '[]' '[{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
     echo "devices: $devices"
     jq --argjson devices "$devices" '.linux.devices = $devices' config.json > /tmp/new && mv /tmp/new config.json
     cryopod-runtime run -d c1 < /tmp/file > /dev/null 2>&1
+    wait_for in_program c1 sh
     fails 'a file of the host is open' 'CRIU: .*\|/tmp/file'
     cryopod-runtime delete --force c1
     cryopod-runtime run -d c1 < /dev/null > /dev/null 2>&1
+    wait_for in_program c1 sh
     fails 'a flag' "[Ii]nvalid manage\|unknown cgroup mode" --manage-cgroups-mode bogus
     mv "$real" "$real.away"
     fails 'no CRIU' 'criu was not found on PATH'
@@ -108,6 +111,7 @@ for devices in '[]' '[{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
     rm -rf /tmp/end
     at_stage network-lock "kill -KILL \$(ps -o ppid= -p \$PPID)"
     fails 'the runtime is killed in the middle' "$low was ended by SIGKILL"
+    wait_for sh -c '! pgrep -x criu > /dev/null' # its log is the next one's
     cp /tmp/criu.conf /etc/criu/default.conf
     cryopod-runtime delete --force c1
 done

@@ -54,7 +54,8 @@ init=$(pod inspect -f '{{.State.Pid}}' c3) id=$(pod inspect -f '{{.Id}}' c3)
 opens() { local child && child=$(pgrep -P "$init") && grep -q '^257 ' "/proc/$child/syscall"; } # openat(2)
 wait_for opens
 cryopod-runtime pause "$id"
-timeout 60 sh -c ': > /srv/vfork/fifo' & # goes through when the child runs again
+(: > /srv/vfork/fifo) & # goes through when the child runs again
+wait_for grep -q '^257 ' "/proc/$!/syscall"
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i3 "$id"
 [ "$(cryopod-runtime state "$id" | jq -r .status)" = paused ]
 cryopod-runtime resume "$id"

@@ -40,10 +40,11 @@ impl<'a> ExitFile<'a> {
         })
     }
 
-    /// Returns at once if the container goes on running.
-    pub fn wait(&self) {
+    /// Returns at once if the container goes on running. `ended`: CRIU has killed it, and on a busy machine its processes
+    /// may still be there.
+    pub fn wait(&self, ended: bool) {
         let is_written = || {
-            live::is_alive(self.host, self.init)
+            !ended && live::is_alive(self.host, self.init)
                 || !live::is_alive(self.host, self.conmon)
                 || self.host.path(&self.path).exists()
         };

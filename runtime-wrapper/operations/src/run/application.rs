@@ -145,7 +145,7 @@ impl Drop for NotifiedApplication<'_> {
             spec,
             ..
         } = self.request;
-        if !cryopod_gpu_plan::live::tree(host, self.init).is_empty() {
+        if cryopod_gpu_plan::live::is_alive(host, self.init) {
             notify(ctx, inv, spec, Moment::AfterCheckpoint);
         }
     }

@@ -391,7 +391,7 @@ impl Watcher<'_> {
             if self.over() {
                 return;
             }
-            self.questions(decide);
+            self.questions(signals, decide);
             self.end_orphans();
             match self.watch.kind {
                 RunKind::Checkpoint { leave_running, .. } => {
@@ -476,41 +476,45 @@ impl Watcher<'_> {
         abort(&self.watch.abort_file);
     }
 
-    fn questions(&mut self, decide: &mut dyn FnMut(&StageQuestion) -> bool) {
-        let Self {
-            watch,
-            interrupted,
-            refuse,
-            passed,
-            deadline,
-            criu,
-            freeze,
-            ..
-        } = self;
+    fn questions(&mut self, signals: &Signals, decide: &mut dyn FnMut(&StageQuestion) -> bool) {
+        let script = self.watch.action_script;
+        script.answer(|question| self.question(question, signals, decide));
+    }
+
+    fn question(
+        &mut self,
+        question: &StageQuestion,
+        signals: &Signals,
+        decide: &mut dyn FnMut(&StageQuestion) -> bool,
+    ) -> bool {
+        // The last answer cannot be taken back: whatever came before the question counts.
+        while let Some(signal) = signals.next() {
+            self.signal(signal);
+        }
+        self.over();
+        let watch = self.watch;
         let last = watch.kind.final_stage();
-        watch.action_script.answer(|question| {
-            let stage = question.stage.as_str();
-            freeze.at(stage);
-            if !watch.kind.is_checkpoint() {
-                criu.find(this_process());
-            }
-            // From here on CRIU restores whatever it is answered, so this was no interruption.
-            if stage == last && !watch.kind.is_checkpoint() {
-                *interrupted = None;
-            }
-            let yes = interrupted.is_none() && !*refuse && decide(question);
-            tracing::debug!("CRIU at {stage}: {}", if yes { "go on" } else { "stop" });
-            if !yes {
-                abort(&watch.abort_file);
-            } else if stage == last {
-                *passed = true;
-                *deadline = match watch.kind {
-                    RunKind::Restore { detach: false } => None,
-                    _ => Some(Instant::now() + watch.limit),
-                };
-            }
-            yes
-        });
+        let stage = question.stage.as_str();
+        self.freeze.at(stage);
+        if !watch.kind.is_checkpoint() {
+            self.criu.find(this_process());
+        }
+        // From here on CRIU restores whatever it is answered, so this was no interruption.
+        if stage == last && !watch.kind.is_checkpoint() {
+            self.interrupted = None;
+        }
+        let yes = self.interrupted.is_none() && !self.refuse && decide(question);
+        tracing::debug!("CRIU at {stage}: {}", if yes { "go on" } else { "stop" });
+        if !yes {
+            abort(&watch.abort_file);
+        } else if stage == last {
+            self.passed = true;
+            self.deadline = match watch.kind {
+                RunKind::Restore { detach: false } => None,
+                _ => Some(Instant::now() + watch.limit),
+            };
+        }
+        yes
     }
 
     /// Ends a checkpoint whose freeze would hang.

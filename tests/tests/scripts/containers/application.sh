@@ -9,7 +9,7 @@ mkdir -p /etc/containers/containers.conf.d
 echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
 on_failure() { cat /tmp/said; printed server; }
 # shellcheck disable=SC2016
-loop='echo awake > /state; while :; do cat /state; sleep 0.1; done'
+loop='echo awake > /state; while :; do tee /shown < /state; sleep 0.1; done'
 server() { # NAME ARG...
     local name=$1 && shift
     pod run -d --name "$name" --network none "$@" localhost/busybox sh -c "$loop" > /dev/null
@@ -18,14 +18,14 @@ server() { # NAME ARG...
 is_now() { printed "$1" | tail -n 1 | grep -qx "$2"; }
 before=dev.cryopod.exec.before-checkpoint after=dev.cryopod.exec.after-checkpoint restored=dev.cryopod.exec.after-restore
 
-# It sleeps in the images, and awakes wherever it runs.
-server server --annotation "$before=echo asleep > /state; sleep 0.3" --annotation "$after=[\"/bin/sh\", \"-c\", \"echo again > /state\"]" \
+# It sleeps in the images, and awakes wherever it runs. Its command ends when it has said so.
+server server --annotation "$before=echo asleep > /state; until grep -qx asleep /shown; do sleep 0.1; done" --annotation "$after=[\"/bin/sh\", \"-c\", \"echo again > /state\"]" \
     --annotation "$restored=echo restored > /state"
 check 'checkpoint, left running' pod container checkpoint --leave-running -e "$from/left.tar.zst" server
 check 'it was told that it goes on' wait_for is_now server again
 check 'it slept before' sh -c "podman logs server 2>&1 | grep -qx asleep"
 check 'checkpoint' pod container checkpoint -e "$from/server.tar.zst" server
-check 'asleep in the images' is_now server asleep
+check 'asleep in the images' wait_for is_now server asleep # conmon may have it still to write
 podman rm -f -t 0 server > /dev/null
 check 'restore' pod container restore --import "$from/server.tar.zst"
 check 'it was told that it is restored' wait_for is_now server restored
@@ -44,7 +44,7 @@ fails() { # NAME WANT ARG...: the checkpoint fails, and the container goes on
     podman rm -f -t 0 server > /dev/null
 }
 fails 'a command that fails' 'it failed with exit code 3: no room' --annotation "$before=echo no room >&2; exit 3"
-fails 'a command that hangs' 'it did not end within 1 s and was killed' --annotation "$before=exec sleep 4321" --annotation dev.cryopod.exec.limit=1
+fails 'a command that hangs' 'it did not end within 10 s and was killed' --annotation "$before=exec sleep 4321" --annotation dev.cryopod.exec.limit=10
 check 'nothing is left of it' sh -c '! ps ax | grep -v grep | grep -F "sleep 4321"'
 fails 'no such program' 'dev.cryopod.exec.before-checkpoint' --annotation "$before=[\"/none\"]"
 fails 'no limit' 'dev.cryopod.exec.limit: "0" is not within 1 and' --annotation "$before=true" --annotation dev.cryopod.exec.limit=0

@@ -67,10 +67,10 @@ def left_namespace():
 def first_thread():
     def others():
         threading.Thread(target=sleep).start()
-        time.sleep(0.1)
         libc.syscall(60, 0)
-    child(others)
-    time.sleep(0.5)
+    pid = child(others)
+    while open(f"/proc/{pid}/stat").read().rsplit(") ", 1)[1][0] != "Z":
+        time.sleep(0.01)
 
 def shared_memory():
     stack = mmap.mmap(-1, 1 << 20)
@@ -81,13 +81,13 @@ def shared_memory():
 
 def descriptors():
     import resource
-    ready()
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     one = os.open("/dev/null", 0)
     try:
         while True:
             os.dup(one)
     except OSError:
+        os.mknod("/app/ready")  # needs no descriptor
         sleep()
 
 def system_v():
@@ -217,11 +217,13 @@ import os, socket
 server = socket.socket(socket.AF_UNIX)
 server.bind("/srv/app/host.sock")
 server.listen()
+open("/srv/app/listens", "w").close()
 held = []
 while True:
     held.append(server.accept())
 PY
 listener=$!
+wait_for test -e /srv/app/listens
 mkfifo /x/fifo
 sleep 100000 > /x/fifo &
 writer=$!
@@ -241,8 +243,8 @@ start() { # KIND [JQ]: a container of this kind, in $id; its spec changed by JQ
         | .process.capabilities[] = ["CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_DAC_OVERRIDE", "CAP_MKNOD", "CAP_KILL"]
         | del(.process.capabilities.ambient) | del(.process.capabilities.inheritable) | del(.process.rlimits) | del(.linux.seccomp)
         | .root.path = "rootfs"' /x/base/config.json | jq "${2:-.}" > $dir/config.json
-    (cd $dir && cryopod-runtime run -d $id < "${input:-/dev/null}" > >(cat > /x/said) 2>&1) || { echo "$1: does not run"; cat /x/said; exit 1; }
-    within 60 test -e /srv/app/ready || { echo "$1: is not ready"; cat /x/said; return 1; }
+    (cd $dir && cryopod-runtime run -d $id < "${input:-/dev/null}" > >(cat > $dir/said) 2>&1) || { echo "$1: does not run"; cat $dir/said; exit 1; }
+    within 60 test -e /srv/app/ready || { echo "$1: is not ready"; cat $dir/said; return 1; }
 }
 end() {
     cryopod-runtime delete --force $id

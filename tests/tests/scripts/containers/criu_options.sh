@@ -39,8 +39,8 @@ start() { # ADDRESS OPTION...
     wait_for past 3
 }
 goes_on() { # WORD: what it prints of its connection
-    local n && n=$(number)
-    wait_for past $((${n:-0} + 3)) && [ "$(printed c1 | tail -n 1 | cut -d' ' -f2)" = "$1" ]
+    # A copy's first line may be of before: frozen between its call and its words.
+    local n && wait_for past 0 && n=$(number) && wait_for past $((n + 3)) && [ "$(printed c1 | tail -n 1 | cut -d' ' -f2)" = "$1" ]
 }
 locked() { podman exec c1 /usr/bin/python3 -c 'import fcntl
 try: fcntl.flock(open("/lock", "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)

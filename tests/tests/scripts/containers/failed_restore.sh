@@ -16,8 +16,13 @@ pid=$(jq .pid)
 nsenter -t "$pid" -m sh -c 'mkdir -p /tmp/b/rootfs/opt/x && touch /tmp/b/rootfs/opt/x/lib.so && mount --bind /srv/driver/lib.so /tmp/b/rootfs/opt/x/lib.so'
 HOOK
 chmod 755 /srv/nvidia-ctk
-run() { (cd /tmp/b && cryopod-runtime run -d c1 < /dev/null > /dev/null 2>&1); }
-run
+run() { # ID DIR PROGRAM
+    (cd "$2" && cryopod-runtime run -d "$1" < /dev/null > /dev/null 2>&1)
+    wait_for in_program "$1" "$3"
+    init=$(cryopod-runtime state "$1" | jq .pid)
+}
+gone() { ! grep -q 'State:.[^ZX]' "/proc/$init/status" 2> /dev/null; } # an init process ends when all others have
+run c1 /tmp/b sh
 network=''
 if ! cryopod-runtime checkpoint --image-path /tmp/i c1 > /tmp/said 2>&1; then
     # This kernel has no firewall: without CRIU's lock, then.
@@ -38,6 +43,7 @@ state() { # all that a restore could leave
 }
 rm -f /tmp/i/restore.log
 mkdir -p /tmp/w
+wait_for gone
 state > /tmp/before
 # Late: CRIU has made the processes and mounts, then its last script says no.
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != %s ]\n' post-restore > /tmp/no.sh && chmod 755 /tmp/no.sh
@@ -67,10 +73,11 @@ cryopod-runtime delete --force c1 2> /dev/null || true
 
 # Without a GPU, and with images that CRIU cannot restore.
 bundle /tmp/p sleep 1000
-(cd /tmp/p && cryopod-runtime run -d c2 < /dev/null > /dev/null 2>&1)
+run c2 /tmp/p sleep
 cryopod-runtime checkpoint --image-path /tmp/j c2
 cryopod-runtime delete --force c2 2> /dev/null || true
 truncate -s -20 /tmp/j/fdinfo-2.img
+wait_for gone
 state > /tmp/before
 if cryopod-runtime restore --detach --image-path /tmp/j --work-path /tmp/w --bundle /tmp/p c2 < /dev/null > /tmp/said 2>&1; then echo 'a damaged image: restored'; exit 1; fi
 cryopod-runtime delete --force c2 > /dev/null 2>&1 || true

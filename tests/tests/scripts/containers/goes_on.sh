@@ -11,6 +11,7 @@ quiet() { "$@" > /tmp/said 2>&1; }
 gpu=(--network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
 # shellcheck disable=SC2016 # for the container's shell
 writer='exec 3> /grows; (while :; do echo line; done) >&3 & exec /cusim/cusim-client --mib 16'
+grown() { [ "$(podman exec copy stat -c %s /grows)" -gt "$size" ]; }
 pod run -d --name job "${gpu[@]}" localhost/busybox sh -c "$writer" > /dev/null
 wait_for ticked job 3
 for n in 1 2 3; do
@@ -29,16 +30,20 @@ for n in 1 2 3; do
     podman rm -f -t 0 job > /dev/null
     check "copy $n" quiet pod run -d --name copy "${gpu[@]}" --annotation "dev.cryopod.restore=$from/$n.tar" localhost/busybox true
     check 'it goes on' goes_on copy
-    check 'it writes on' podman exec copy sh -c 's=$(stat -c %s /grows); sleep 1; test $(stat -c %s /grows) -gt $s'
+    size=$(podman exec copy stat -c %s /grows)
+    check 'it writes on' wait_for grown
     podman rm -f -t 0 copy > /dev/null
 done
 
 # A process that SIGSTOP has stopped, to which CRIU cannot attach in the freezer of cgroup v1.
 pod run -d --name job "${gpu[@]}" localhost/busybox sh -c 'sleep 98765 3> /file & exec /cusim/cusim-client --mib 16' > /dev/null
 wait_for ticked job 3
-stopped() { wait_for grep -q 'State:.T' "/proc/$(pgrep -fx 'sleep 98765')/status"; }
+is() { grep -qs "State:.$1" "/proc/$(pgrep -fx 'sleep 98765')/status"; }
+stopped() { wait_for is T; }
+wait_for is S
 kill -STOP "$(pgrep -fx 'sleep 98765')"
-check 'one is stopped: left running' quiet timeout 120 podman --runtime cryopod-runtime container checkpoint --leave-running --export $from/stopped.tar job
+check 'one is stopped' stopped
+check 'one is stopped: left running' quiet timeout 300 podman --runtime cryopod-runtime container checkpoint --leave-running --export $from/stopped.tar job
 check 'it goes on' goes_on job
 check 'and is stopped' stopped
 podman rm -f -t 0 job > /dev/null
@@ -48,7 +53,9 @@ check 'and is stopped' stopped
 
 # It is a zombie in a second checkpoint, whose directory still has its images of the first.
 check 'left running' quiet pod container checkpoint --leave-running job
-pkill -KILL -fx 'sleep 98765'
+sleeper=$(pgrep -fx 'sleep 98765')
+kill -KILL "$sleeper"
+wait_for grep -q 'State:.Z' "/proc/$sleeper/status" # one that dies in the middle is a reason to refuse
 check 'a zombie' quiet pod container checkpoint job
 check 'restored' quiet pod container restore job
 check 'it goes on' goes_on job
@@ -116,7 +123,7 @@ refused() { # WANT
     check "refused: $1" grep -qF -- "$1" /tmp/said
 }
 pod run -d --name notes "${notes[@]}" > /dev/null
-check 'notes' within 60 counted notes 5
+check 'notes' wait_for counted notes 5
 check 'a checkpoint of notes' quiet pod container checkpoint --leave-running --export $from/notes.tar notes
 n=$(count notes)
 wait_for counted notes $((n + 20))

@@ -11,11 +11,11 @@ for device in '' --device=/dev/nvidia0; do
     wait_for counted job 3
     read -r init conmon <<< "$(podman inspect -f '{{.State.Pid}} {{.State.ConmonPid}}' job)"
     kill -STOP "$conmon"
-    (within 60 eval "! grep -q 'State:.[^Z]' /proc/$init/status" && sleep 4 && kill -CONT "$conmon") &
+    (within 300 eval "! grep -q 'State:.[^Z]' /proc/$init/status" && sleep 4 && kill -CONT "$conmon") &
     check "checkpoint ${device:+of a GPU container}" pod container checkpoint job
     check restore pod container restore job
     wait $!
-    within 60 eval "! test -e /proc/$conmon" || true
+    within 300 eval "! test -e /proc/$conmon" || true
     check 'it goes on' goes_on
     podman rm -f -t 0 job > /dev/null
 done

@@ -8,6 +8,7 @@ mkdir -p /srv/app
 python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /srv/app:/app:ro -e PYTHONDONTWRITEBYTECODE=1)
 start() { # NAME COMMAND...
     name=$1 && shift
+    rm -f /srv/app/finish
     pod run -d --name "$name" --network "${network:-none}" --security-opt seccomp=unconfined --device /dev/nvidia0 --shm-size 512m "${options[@]}" "${python[@]}" localhost/busybox "$@" > /dev/null
 }
 options=()
@@ -18,16 +19,16 @@ cycle() {
     if ! pod container checkpoint --export /tmp/p.tar "$name" > /tmp/said 2>&1; then
         cat /tmp/said; grep -h Error "$(podman inspect -f '{{.StaticDir}}' "$name")/dump.log"; exit 1
     fi
-    not_yet
     pod rm -f -t 0 "$name" > /dev/null
     if ! pod container restore --import /tmp/p.tar --keep > /tmp/said 2>&1; then
         cat /tmp/said; find /var/lib/containers -name restore.log -exec grep -h Error {} +; exit 1
     fi
     rm -f /tmp/p.tar
 }
-not_yet() { [ "$(lines verified)" = 0 ] || { echo 'too late'; exit 1; }; }
 ended() { [ "$(podman inspect -f '{{.State.Status}}' "$name")" = exited ]; }
-fine() { # NAME: it ended well
+fine() { # NAME: it ends well, which no program does before it may
+    [ "$(lines verified)" = 0 ] || { echo 'too early'; exit 1; }
+    touch /srv/app/finish
     wait_for ended || { printed "$name" | tail; exit 1; }
     [ "$(podman inspect -f '{{.State.ExitCode}}' "$name")" = 0 ] || { printed "$name" | tail -n 20; exit 1; }
     pod rm -f "$name" > /dev/null
@@ -36,7 +37,7 @@ fine() { # NAME: it ended well
 
 # Python's multiprocessing: workers, semaphores, a queue, shared memory.
 cat > /srv/app/workers.py <<'PY'
-import multiprocessing as mp, sys, time
+import multiprocessing as mp, os, sys, time
 from multiprocessing import shared_memory
 
 def work(name, lock, ready, queue, results):
@@ -47,6 +48,8 @@ def work(name, lock, ready, queue, results):
             memory.buf[n] = (memory.buf[n] + n) % 256
         results.put(n * n)
         time.sleep(0.01)
+        while n > 2000 and not os.path.exists("/app/finish"):
+            time.sleep(0.05)
 
 if __name__ == "__main__":
     context = mp.get_context(sys.argv[1])
@@ -65,7 +68,7 @@ if __name__ == "__main__":
         queue.put(None)
     got = []
     while len(got) < total:
-        got.append(results.get(timeout=60))
+        got.append(results.get())
         print("result", len(got), flush=True)
     for worker in workers:
         worker.join()
@@ -84,7 +87,7 @@ done
 
 # Locks of both kinds, a deleted open file of 300 MiB, and another that is named no more but linked elsewhere.
 cat > /srv/app/files.py <<'PY'
-import fcntl, hashlib, os, time
+import fcntl, hashlib, itertools, os, time
 locked = open("/tmp/locked", "w+")
 fcntl.lockf(locked, fcntl.LOCK_EX)
 flocked = open("/tmp/flocked", "w+")
@@ -113,10 +116,10 @@ def taken(path, lock):
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
-for n in range(150):
+for n in itertools.count():
     print("tick", n, flush=True)
     time.sleep(0.1)
-    if os.path.exists("/tmp/finish"):
+    if os.path.exists("/app/finish"):
         break
 assert taken("/tmp/locked", fcntl.lockf) and taken("/tmp/flocked", fcntl.flock), "a lock is lost"
 big.seek(0)
@@ -132,9 +135,9 @@ fine 'file locks, deleted files'
 with_sockets() {
 # redis with established connections over loopback, under load.
 cat > /srv/app/load.py <<'PY'
-import socket, subprocess, time
+import os, socket, subprocess, time
 server = subprocess.Popen(["/usr/bin/redis-server", "--port", "6379", "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"], stdout=subprocess.DEVNULL)
-for _ in range(200):
+while True:
     try:
         clients = [socket.create_connection(("127.0.0.1", 6379)) for _ in range(4)]
         break
@@ -146,7 +149,9 @@ def command(client, *words):
     while not reply.endswith(b"\r\n"):
         reply += client.recv(4096)
     return reply
-for n in range(1, 8001):
+n = 0
+while n < 8000 or not os.path.exists("/app/finish"):
+    n += 1
     assert command(clients[n % 4], b"INCR", b"counter") == b":%d\r\n" % n, "a request is lost"
     if n % 100 == 0:
         print("requests", n, flush=True)
@@ -166,11 +171,11 @@ for network in none ns:/run/netns/web; do
 done
 # uvicorn on uvloop: refused with io_uring, and the remedy works.
 cat > /srv/app/web.py <<'PY'
-import http.client, subprocess, sys, threading, time
+import http.client, os, subprocess, sys, threading, time
 app_code = "async def app(scope, receive, send):\n    await send({'type': 'http.response.start', 'status': 200, 'headers': []})\n    n = int(scope['path'][1:])\n    await send({'type': 'http.response.body', 'body': str(n * n).encode()})\n"
 open("/tmp/web_app.py", "w").write(app_code)
-server = subprocess.Popen([sys.executable, "-m", "uvicorn", "--app-dir", "/tmp", "--loop", "uvloop", "--log-level", "error", "--lifespan", "off", "--port", "8000", "web_app:app"])
-for _ in range(200):
+server = subprocess.Popen([sys.executable, "-m", "uvicorn", "--app-dir", "/tmp", "--loop", "uvloop", "--log-level", "error", "--lifespan", "off", "--timeout-keep-alive", "600", "--port", "8000", "web_app:app"])
+while True:
     try:
         client = http.client.HTTPConnection("127.0.0.1", 8000)
         client.request("GET", "/0")
@@ -178,7 +183,9 @@ for _ in range(200):
         break
     except OSError:
         time.sleep(0.05)
-for n in range(1, 2001):
+n = 0
+while n < 2000 or not os.path.exists("/app/finish"):
+    n += 1
     client.request("GET", f"/{n}")
     assert int(client.getresponse().read()) == n * n
     if n % 50 == 0:
@@ -202,9 +209,9 @@ fine 'uvicorn without io_uring'
 
 # Sockets: CRIU before 4.2 cannot dump them on newer kernels, and cryopod says so beforehand.
 if ! grep -qE 'Version: (4\.[2-9]|[5-9])' <<< "$(criu --version)" && [ "$(printf '%s\n' 6.16 "$(uname -r)" | sort -V | head -n 1)" = 6.16 ]; then
-    start sockets /usr/bin/python3 -c 'import socket, time
+    start sockets /usr/bin/python3 -c 'import os, socket, time
 s = socket.create_server(("127.0.0.1", 7000))
-for n in range(100): print("tick", n, flush=True); time.sleep(0.1)'
+while not os.path.exists("/app/finish"): print("tick", flush=True); time.sleep(0.1)'
     begun '^tick' 2
     if pod container checkpoint --export /tmp/p.tar sockets > /tmp/said 2>&1; then echo 'sockets: checkpointed'; exit 1; fi
     grep -q 'process [0-9]* (python3): has a network socket, and CRIU [0-9.]* cannot dump one on Linux [0-9.]*; install CRIU 4.2' /tmp/said || { cat /tmp/said; exit 1; }

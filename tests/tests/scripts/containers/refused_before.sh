@@ -19,6 +19,7 @@ pod run -d --name job "${gpu[@]}" localhost/busybox /cusim/cusim-client --mib 10
 wait_for ticked job 3
 pid=$(podman inspect -f '{{.State.Pid}}' job)
 kill -STOP "$pid"
+wait_for grep -q 'State:.T' "/proc/$pid/status"
 refused 'a stopped GPU process' "it is stopped by a signal" pod container checkpoint -R --export /tmp/job.tar job
 check 'with the remedy' grep -qF "kill -CONT $pid" /tmp/said
 kill -CONT "$pid"
@@ -26,15 +27,24 @@ check 'it goes on' goes_on job
 check 'continued, it is checkpointed' saying pod container checkpoint -R --export /tmp/job.tar job
 
 # The first is held in the middle.
+cat > /tmp/hold.sh <<'EOF'
+#!/bin/bash
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+touch /tmp/reached
+until [ -e /tmp/go-on ]; do sleep 0.02; done
+EOF
+chmod 755 /tmp/hold.sh
+cp /etc/criu/default.conf /tmp/default.conf
+echo 'action-script /tmp/hold.sh' >> /etc/criu/default.conf
 mkdir /tmp/first /tmp/second
 cryopod-runtime checkpoint --leave-running --image-path /tmp/first --work-path /tmp/first "$(podman inspect -f '{{.Id}}' job)" > /tmp/first.said 2>&1 &
 first=$!
-until [ -n "$(ls -A /run/cryopod)" ] || ! kill -0 $first 2> /dev/null; do :; done
-kill -STOP $first
+wait_for test -e /tmp/reached
 refused 'a second checkpoint at the same time' 'another checkpoint of it is under way' \
     cryopod-runtime checkpoint --leave-running --image-path /tmp/second --work-path /tmp/second "$(podman inspect -f '{{.Id}}' job)"
-kill -CONT $first
+touch /tmp/go-on
 check 'the first succeeds' wait $first
+cp /tmp/default.conf /etc/criu/default.conf
 check 'it goes on' goes_on job
 podman rm -f -t 0 job > /dev/null
 

@@ -15,6 +15,7 @@ start() { # NAME ARG...
 }
 fails() { if quiet "$@"; then echo "FAILED: $*: it succeeds" && exit 1; fi; }
 gone() { podman rm -f -t 0 "$@" > /dev/null; }
+as_before() { [ "$(named)" = "$before" ]; }
 named() { find /tmp/named -name 'libpod*' | wc -l; }
 # One that every process is in already, or it would be everyone's.
 if [ "$low" = crun ] && grep -q name=systemd: /proc/self/cgroup; then mount -t cgroup -o none,name=systemd named /tmp/named; fi
@@ -48,7 +49,7 @@ for kind in plain GPU; do
     check 'under a third' quiet pod container restore --import $from/2.tar --name third
     check 'it goes on' goes_on third
     gone third
-    check 'no cgroup in a named hierarchy' test "$(named)" = "$before"
+    check 'no cgroup in a named hierarchy' wait_for as_before
 
     for n in 1 2; do start "t$n" --network ns:/run/netns/twice "${gpu[@]}"; done
     for verb in checkpoint restore; do

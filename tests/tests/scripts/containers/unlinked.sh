@@ -12,6 +12,7 @@ command=(sh -c 'exec 3> /volume/old; ln /volume/old /volume/new; rm /volume/old;
 start() { # NAME ARG...
     pod run -d --name "$1" --network none --device /dev/nvidia0 -v /srv/volume:/volume "${@:2}" localhost/busybox "${command[@]}" > /dev/null 2> /tmp/said
 }
+grown() { [ "$(stat -c %s /srv/volume/new)" -gt "$(stat -c %s /tmp/content)" ]; }
 start c1
 wait_for counted c1 3
 if pod container checkpoint --leave-running --export /srv/checkpoints/no.tar c1 > /tmp/said 2>&1; then echo 'FAILED: left running, and CRIU has removed its link' && exit 1; fi
@@ -25,7 +26,7 @@ for n in 1 2 3; do
     cp /srv/volume/new /tmp/content
     check "copy $n" start "copy$n" --annotation dev.cryopod.restore=/srv/checkpoints/c1.tar
     check 'it goes on' wait_for counted "copy$n" 6
-    check 'it writes to the file' test "$(stat -c %s /srv/volume/new)" -gt "$(stat -c %s /tmp/content)"
+    check 'it writes to the file' wait_for grown
     podman rm -f -t 0 "copy$n" > /dev/null
     cat /tmp/content > /srv/volume/new
 done

@@ -8,7 +8,7 @@ mkdir -p /opt/old /opt/upgrade
 cat > /opt/upgrade/criu << 'CRIU'
 #!/bin/bash
 { # CRIU's own root at a restore has none of it
-    cp /usr/local/bin/cryopod-runtime /opt/old/new && mv /opt/old/new /opt/old/cryopod-runtime
+    cp /usr/local/bin/cryopod-runtime /opt/old/new.$$ && mv /opt/old/new.$$ /opt/old/cryopod-runtime # it may be called twice at once
     echo x >> /opt/upgrade/replaced
 } 2> /dev/null
 exec /usr/sbin/criu "$@"
