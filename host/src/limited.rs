@@ -1,11 +1,14 @@
 //! Runs other programs, with a time limit each.
 
 use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, getpgid};
 
@@ -15,6 +18,8 @@ const KEPT: u64 = 4 << 20;
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long the output of a program that has ended may take to end: its children may hold it open.
 const REST: Duration = Duration::from_millis(500);
+/// How long the thread that reads it may take for what is in the pipe already, where the machine is busy.
+const LATE: Duration = Duration::from_secs(10);
 
 /// The longest limit. `Instant` does not reach those that a stranger may state, as OCI's hooks do.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -107,6 +112,8 @@ pub fn wait_until(limit: Duration, pause: Duration, mut is_so: impl FnMut() -> b
 /// What a thread has read so far.
 struct OutputReader {
     read: Arc<Mutex<Vec<u8>>>,
+    /// The pipe once more: it shows what the thread has not read yet.
+    pipe: Option<OwnedFd>,
     thread: JoinHandle<()>,
 }
 
@@ -115,23 +122,48 @@ impl OutputReader {
         wait_until(REST, Duration::from_micros(200), || {
             self.thread.is_finished()
         });
+        wait_until(LATE, Duration::from_millis(1), || {
+            self.thread.is_finished() || self.has_all()
+        });
         std::mem::take(&mut *self.read.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns true if nothing is in the pipe, which a child may hold open.
+    fn has_all(&self) -> bool {
+        let pipe = self.pipe.as_ref();
+        pipe.is_none_or(|pipe| !has_more(pipe.as_fd(), PollTimeout::ZERO))
     }
 }
 
-fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> OutputReader {
+/// Waits for a pipe to have data or to be closed; false if it has neither in time.
+fn has_more(pipe: BorrowedFd<'_>, limit: PollTimeout) -> bool {
+    loop {
+        match poll(&mut [PollFd::new(pipe, PollFlags::POLLIN)], limit) {
+            Err(Errno::EINTR) => {}
+            ready => return ready != Ok(0),
+        }
+    }
+}
+
+fn drain<R: Read + AsFd + Send + 'static>(pipe: Option<R>) -> OutputReader {
     let read = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&read);
+    let copy = pipe.as_ref().map(|pipe| pipe.as_fd().try_clone_to_owned());
     let thread = thread::spawn(move || {
         let Some(mut pipe) = pipe else { return };
         let mut part = vec![0; 64 << 10];
-        while let Ok(n @ 1..) = pipe.read(&mut part) {
+        while has_more(pipe.as_fd(), PollTimeout::NONE) {
+            // Whoever finds the pipe empty finds here what was in it.
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            let Ok(n @ 1..) = pipe.read(&mut part) else {
+                return;
+            };
             let room = (KEPT as usize).saturating_sub(kept.len());
             kept.extend_from_slice(&part[..n.min(room)]);
         }
     });
-    OutputReader { read, thread }
+    let pipe = copy.and_then(Result::ok);
+    OutputReader { read, pipe, thread }
 }
 
 /// Does work that may hang because of a child; kills the child after the limit.
@@ -220,7 +252,7 @@ mod tests {
             "trap 'kill $!; touch {}; exit' TERM; sleep 1000 & wait",
             told.display()
         );
-        let (time, grace) = (Duration::from_millis(300), LONG);
+        let (time, grace) = (Duration::from_secs(3), LONG); // it has its trap by then
         sh(&script, b"", ProgramLimit { time, grace }).unwrap_err();
         assert!(told.exists());
     }

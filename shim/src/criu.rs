@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 
 /// Time for CRIU to exit by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time for the kernel to end killed processes.
+/// Time for the kernel to end killed processes, once they are killed.
 const END: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(20);
 /// The stock shim's link to CRIU's work directory, in the bundle.
@@ -35,14 +35,16 @@ pub fn directories(bundle: &Path, named: &str) -> Vec<PathBuf> {
 /// there was any.
 pub fn end(directories: &[PathBuf]) -> bool {
     let start = Instant::now();
+    let mut killed: Option<Instant> = None;
     let mut any = false;
     loop {
         let pids = at_work(directories);
-        if pids.is_empty() || start.elapsed() >= PATIENCE + END {
+        if pids.is_empty() || killed.is_some_and(|at| at.elapsed() >= END) {
             return any;
         }
         any = true;
         if start.elapsed() >= PATIENCE {
+            killed.get_or_insert_with(Instant::now);
             for pid in pids {
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }

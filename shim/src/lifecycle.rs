@@ -232,7 +232,7 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
 /// outlives them would get no more requests. In the middle of a checkpoint or a restore it would continue with a
 /// container that is being deleted.
 fn end_abandoned(record: &Record, flags: &Flags) -> bool {
-    if answers(&record.address, flags) {
+    if answers(&record.address, flags, SHORT) {
         return false;
     }
     let pid = connect(&record.upstream, flags, SHORT).map(|answer| answer.shim_pid);
@@ -259,8 +259,8 @@ fn end_abandoned(record: &Record, flags: &Flags) -> bool {
 
 /// Returns true if a process of ours answers at an address. Accepted connections prove nothing: a killed process closes
 /// its sockets one after the other. containerd may call us when only the first is closed.
-fn answers(address: &Address, flags: &Flags) -> bool {
-    match connect(address, flags, SHORT) {
+fn answers(address: &Address, flags: &Flags, limit: Duration) -> bool {
+    match connect(address, flags, limit) {
         Ok(_) => true,
         // A slow process is still there, with all of its containers.
         Err(e) => matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
@@ -333,17 +333,18 @@ mod tests {
             namespace: "default".into(),
             ..Flags::default()
         };
-        assert!(!answers(&address, &flags), "nobody");
+        assert!(!answers(&address, &flags, SHORT), "nobody");
         let listener = UnixListener::bind(&path).unwrap();
         let dying = thread::spawn(move || {
             thread::sleep(Duration::from_millis(50));
             drop(listener);
         });
-        assert!(!answers(&address, &flags), "it ends");
+        let long = Duration::from_secs(60);
+        assert!(!answers(&address, &flags, long), "it ends");
         dying.join().unwrap();
         std::fs::remove_file(&path).unwrap();
         let _slow = UnixListener::bind(&path).unwrap();
-        assert!(answers(&address, &flags), "it is slow, but there");
+        assert!(answers(&address, &flags, SHORT), "it is slow, but there");
     }
 
     #[test]

@@ -33,8 +33,8 @@ use crate::{Error, restore, stock, ttrpc::rpc};
 pub const LISTENER: RawFd = 3;
 /// Set if this program is installed in place of the stock shim.
 pub const IN_PLACE: &str = "CRYOPOD_SHIM_IN_PLACE";
-/// Time for the last responses of an exiting stock shim to reach containerd.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Time for the last responses of an exiting stock shim to reach containerd, should the machine be busy.
+const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// Serves until the stock shim exits. `namespace` is containerd's. Fails if the stock shim cannot be reached.
 pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {

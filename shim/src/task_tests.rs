@@ -171,6 +171,11 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
     let path = dir.path().join("stock");
     let stock = UnixListener::bind(&path).unwrap();
     let mut child = Command::new("true").spawn().unwrap();
+    let mut of_child = StateResponse::new();
+    of_child.pid = child.id();
+    while has_process(&of_child) {
+        thread::sleep(Duration::from_millis(10));
+    }
     let pids = [std::process::id(), child.id()];
     let of = |kept: bool| {
         let number = format!("{}{}", std::process::id(), u8::from(kept));

@@ -65,7 +65,7 @@ impl StockShim {
         for stream in &*self.streams.lock().unwrap() {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        for _ in 0..1000 {
+        for _ in 0..6000 {
             if front.connect().is_err() {
                 return;
             }
@@ -267,7 +267,15 @@ fn a_shim_whose_containerd_has_died_is_ended() {
     drop(child.stdout.take());
     drop(child.stdin.take());
     assert!(!child.wait().unwrap().success());
-    let calls = stock_shim.calls.lock().unwrap().clone();
+    // Our process does not wait long for the answer.
+    let calls = || stock_shim.calls.lock().unwrap().clone();
+    for _ in 0..6000 {
+        if calls().last().is_some_and(|last| last == "Shutdown") {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let calls = calls();
     assert_eq!(
         calls.last().map(String::as_str),
         Some("Shutdown"),

@@ -41,11 +41,15 @@ assert all(len(secret) == 64 for secret in secrets)
 for root in sys.argv[1:]:
     for place, directories, files in os.walk(root):
         for path in (os.path.join(place, name) for name in files):
-            if os.path.isfile(path) and not os.path.islink(path) and os.path.getsize(path):
+            try:
+                if not os.path.isfile(path) or os.path.islink(path) or not os.path.getsize(path):
+                    continue
                 content = open(path, 'rb').read()
-                for name, secret in zip(('host', 'gpu'), secrets):
-                    if secret in content:
-                        print(name, path)
+            except FileNotFoundError: # podman's clean-up of a container goes on for a while
+                continue
+            for name, secret in zip(('host', 'gpu'), secrets):
+                if secret in content:
+                    print(name, path)
 P
 run() { # NAME OPTION... -- COMMAND
     local name=$1 && shift

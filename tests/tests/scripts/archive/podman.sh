@@ -49,7 +49,10 @@ printf '#!/bin/sh\ncase "$*" in *" delete "*|"delete "*) rm /tmp/broken/once 2> 
 chmod 755 /tmp/broken/runtime
 mount --bind /tmp/broken/runtime /usr/local/bin/cryopod-runtime
 if cryopod export job -e podman -o /tmp/never.tar.zst -q > /tmp/said 2>&1; then echo 'exported without the delete' && exit 1; fi
-umount /usr/local/bin/cryopod-runtime
+# The clean-up by the container's monitor may run it. It is what makes the container one that can be restored.
+wait_for umount /usr/local/bin/cryopod-runtime
+exited() { [ "$(podman inspect -f '{{.State.Status}}' job)" = exited ]; }
+wait_for exited
 check 'export: podman fails when the container is gone: the way on is told' says /tmp/said 'go on with: podman container restore job'
 pod container restore job > /dev/null
 check 'export: and it comes back' goes_on job

@@ -26,10 +26,12 @@ for i in a b c; do
     [ "$ms" -ge "$took" ] || took=$ms
 done
 for i in $(seq 6); do
-    push "127.0.0.1:5000/kill/$i:1" > /dev/null 2>&1 &
+    cryopod push oci:/tmp/image "127.0.0.1:5000/kill/$i:1" --tls-verify=false -q > /dev/null 2>&1 & # no function: its shell would be killed
     pid=$!
-    sleep "0.$(printf '%03d' $((RANDOM % took)))"
-    if kill -KILL $pid 2> /dev/null; then wait $pid 2> /dev/null || true; else finished=$((finished + 1)); fi
+    ms=$((RANDOM % took))
+    sleep "0.$(printf '%03d' $ms)"
+    # One that has finished takes no longer by now.
+    if kill -KILL $pid 2> /dev/null; then wait $pid 2> /dev/null || true; else finished=$((finished + 1)) took=$((ms + 1)); fi
     if named "kill/$i/manifests/1"; then
         # past its last step: then it is whole
         skopeo inspect --tls-verify=false --format '{{.Digest}}' "docker://127.0.0.1:5000/kill/$i:1" | grep -qxF "$digest" || { echo "killed push $i: a name without an image" && exit 1; }

@@ -102,7 +102,7 @@ sed 's/"payload":"ey/"payload":"fy/' /tmp/c1.sig > /srv/checkpoints/c1.sig
 check 'a changed signature' refused 'restore.keys' cryopod import oci:/srv/checkpoints/c1 -e podman --restore
 mv /tmp/c1.sig /srv/checkpoints/c1.sig
 (cd /tmp && COSIGN_PASSWORD=secret timeout 60 cosign generate-key-pair) 2> /dev/null
-if cosign sign --help | grep -q use-signing-config; then old=(--new-bundle-format=false --use-signing-config=false); fi
+if cosign sign --help | grep use-signing-config > /dev/null; then old=(--new-bundle-format=false --use-signing-config=false); fi
 COSIGN_PASSWORD=secret timeout 60 cosign sign -y "${old[@]}" --key /tmp/cosign.key --tlog-upload=false --allow-insecure-registry "$at@$unsigned" 2> /dev/null
 check "pack with cosign's key" env COSIGN_PASSWORD=secret cryopod pack oci:/srv/checkpoints/c1 -o "docker://$at:cosign" --annotation a=c --sign-by /tmp/cosign.key --tls-verify=false -q
 check 'cosign takes it' cosigned cosign cosign

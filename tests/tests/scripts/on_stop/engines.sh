@@ -18,7 +18,7 @@ in_sequence() { awk -v n="$1" 'NR > 1 && $n != last + 1 { exit 1 } { last = $n }
 run() { # NAME ARG...: a job with a GPU
     docker run -d --name "$1" --runtime cryopod --network none --security-opt seccomp=unconfined \
         "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim \
-        -e CRYOPOD_ON_STOP=checkpoint -e CRYOPOD_CHECKPOINT_TO=$place -e CRYOPOD_RESTORE=latest:$place \
+        -e CRYOPOD_ON_STOP=checkpoint -e CRYOPOD_GRACE_S=60 -e CRYOPOD_CHECKPOINT_TO=$place -e CRYOPOD_RESTORE=latest:$place \
         -e CRYOPOD_RESTORE_OTHERWISE=start "${@:2}" busybox /cusim/cusim-client > /tmp/said 2>&1
 }
 exit_code() { docker inspect -f '{{.State.ExitCode}}' "$1"; }
@@ -43,15 +43,17 @@ check 'says why' says /tmp/said 'checkpoint.allow'
 docker rm -f d2 d3 > /dev/null
 check 'a job that is checkpointed while it runs' run d4 -e CRYOPOD_CHECKPOINT_EVERY_S=1
 of_d4=$place/$(docker inspect -f '{{.Id}}' d4)
-wait_for test -e "$of_d4/000001"
+newest() { find "$of_d4" -maxdepth 1 -name '0*' -printf '%f\n' | sort | tail -n 1; }
+further() { local now && now=$(newest) && [ $((10#${now:-0})) -gt "$1" ]; } # NUMBER
+wait_for further 0
 saved=$(ticks d4)
-wait_for test -e "$of_d4/000002"
+wait_for further $((10#$(newest) + 1)) # the next one may have begun before
 kill -KILL "$(docker inspect -f '{{.State.Pid}}' d4)"
 docker wait d4 > /dev/null
 now=$(ticks d4) printed=$(logs d4 | wc -l)
 check 'is killed, and started' docker start d4
 wait_for ticked d4 $((now + 2))
-goes_on_at=$(logs d4 | sed 1,"$printed"d | head -n 1 | cut -d' ' -f1)
+goes_on_at=$(logs d4 | sed 1,"$printed"d | sed -n 1p | cut -d' ' -f1)
 check 'it goes on at its last checkpoint' test "$goes_on_at" -gt "$saved" -a "$goes_on_at" -le $((now + 1))
 check 'its sums are right' test -z "$(logs d4 | grep CORRUPT)"
 docker rm -f d4 > /dev/null
@@ -62,6 +64,7 @@ counter=(sh -c 'i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
 counted_file() { [ "$(wc -l < "$1" 2> /dev/null || echo 0)" -ge "$2" ]; } # FILE N
 runs() { # ID
     ctr run -d --runtime "$OURS" --log-uri "file:///tmp/counted" --annotation dev.cryopod.on-stop=checkpoint \
+        --annotation dev.cryopod.grace_s=60 \
         --annotation dev.cryopod.checkpoint.to=$place --annotation dev.cryopod.name=of-ctr \
         --annotation dev.cryopod.restore=latest:$place --annotation dev.cryopod.restore.otherwise=start \
         $image "$1" "${counter[@]}" > /tmp/said 2>&1

@@ -24,6 +24,7 @@ pod run -d --name c1 "${every[@]}" "${stops[@]}" --network none localhost/busybo
 wait_for further job 0
 wait_for last c1 > /dev/null
 saved=$(last c1)
+wait_for further job $((10#$(newest job) + 1)) # the next one may have begun before
 wait_for further job 3
 wait_for reached c1 $((saved + 1))
 lost c1
@@ -32,7 +33,7 @@ check 'nothing is left' wait_for nothing_left
 last=$(last c1) printed=$(printed c1 | wc -l)
 check 'a start' podman start c1
 wait_for reached c1 $((last + 2))
-goes_on_at=$(printed c1 | sed 1,"$printed"d | grep '^[0-9]' | head -n 1)
+goes_on_at=$(printed c1 | sed 1,"$printed"d | grep '^[0-9]' | sed -n 1p)
 check 'it goes on at its last checkpoint' test "$goes_on_at" -gt "$saved" -a "$goes_on_at" -le $((last + 1))
 check 'older ones are removed' test "$(find $place/job -name '0*' | wc -l)" -le 3
 check 'a stop' stopped -t 60 c1
@@ -55,12 +56,12 @@ podman rm -f -t 0 other > /dev/null
 
 # ---- TERM, and the container goes on ----
 mapfile -t every < <(to $place stays)
-pod run -d --name stays "${every[@]}" --annotation dev.cryopod.grace_s=2 --network none localhost/busybox sh -c 'trap "echo TERM" TERM; while sleep 0.1; do :; done' > /tmp/said 2>&1
+pod run -d --name stays "${every[@]}" --annotation dev.cryopod.grace_s=8 --network none localhost/busybox sh -c 'trap "echo TERM" TERM; while sleep 0.1; do :; done' > /tmp/said 2>&1
 wait_for further stays 0
 podman kill -s TERM stays > /dev/null
 wait_for sh -c 'podman logs stays 2>&1 | grep -q TERM'
 old=$(newest stays)
-sleep 2 # it might be ending
+sleep 2 # it might be ending, for twice that period
 check 'not in its grace period' test $((10#$(newest stays))) -le $((10#$old + 1))
 check 'then it is checkpointed again' wait_for further stays $((10#$old + 1))
 podman rm -f -t 0 stays > /dev/null

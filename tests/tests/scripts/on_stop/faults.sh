@@ -27,7 +27,7 @@ any() { local all=("$@") && echo "${all[RANDOM % $#]}"; }
 
 fault=none round=0
 : > /tmp/said > /tmp/faults
-begin first --annotation=dev.cryopod.restore.otherwise=start
+begin first --annotation=dev.cryopod.restore.otherwise=start --annotation=dev.cryopod.grace_s=60 # this one must not fail
 wait_for reached first 3
 podman stop -t 60 first > /dev/null
 floor=$(($(numbers first | tail -n 1) + 1))
@@ -55,7 +55,7 @@ while [ $((round += 1)) -le "$rounds" ]; do
         check "$round, $fault: the next start succeeds" begin a
     fi
     check "$round, $fault: it goes on" wait_for reached $job $((floor + 1))
-    first=$(numbers $job | head -n 1)
+    first=$(numbers $job | sed -n 1p)
     check "$round, $fault: at the checkpoint" test "$first" -ge "$floor"
     floor=$first
     # A stop.

@@ -7,7 +7,7 @@ mkdir -p "$place" /srv/full
 printf '[checkpoint]\nallow = ["%s", "/srv/full"]\n[restore]\nallow = ["%s"]\n' "$place" "$place" >> /etc/cryopod/config.toml
 on_failure() { cat /tmp/said "$log"; find "$place" -name '*.log' -exec grep Error {} +; }
 plain=(--network none localhost/busybox "${counter[@]}")
-to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod.checkpoint.to=$1" "dev.cryopod.name=$2"; } # PLACE NAME
+to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint dev.cryopod.grace_s=60 "dev.cryopod.checkpoint.to=$1" "dev.cryopod.name=$2"; } # PLACE NAME
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
 nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && nothing_runs; }
@@ -95,6 +95,7 @@ refused 'when that container is deleted' "${newest[@]}" "${start[@]}" "${stops[@
 if cryopod-runtime delete "$(podman inspect -f '{{.Id}}' c3)" 2> /dev/null; then exit 1; fi
 refused 'when that container is deleted' "${newest[@]}" "${start[@]}" "${stops[@]}"
 refused 'variable = true' "${newest[@]}" -e CRYOPOD_NAME=job
+touch -d '1 hour ago' $place/job/lease-* # it may have been renewed
 check 'a lease of a lost host is taken over' taken
 podman stop -t 0 c4 > /dev/null 2>&1
 podman stop -t 2 c3 > /dev/null 2>&1 &
@@ -105,7 +106,7 @@ podman rm -f -t 0 c3 c4 > /dev/null
 rm $place/job/lease-* # of the host `far`
 check 'nothing is left' wait_for nothing_runs
 # It runs for longer than its lease counts, which is renewed, until its host is lost.
-short=("${newest[@]}" "${start[@]}" --annotation=dev.cryopod.name=held --annotation=dev.cryopod.lease_s=6)
+short=("${newest[@]}" "${start[@]}" --annotation=dev.cryopod.name=held --annotation=dev.cryopod.lease_s=15)
 pod run -d --name c5 "${short[@]}" "${plain[@]}" > /dev/null 2>&1
 renewed() { local lease=($place/held/lease-*) && [ "${lease##*-}" -ge 4 ]; }
 on_failure() { ls -la $place/held; ps aux | grep -e lease; tail -n 3 $log; }
@@ -140,7 +141,7 @@ wait_for ticked twice 1
 podman kill -s TERM twice > /dev/null
 wait_for ticked twice 2
 wait_for nothing_runs
-umount /srv/full
+wait_for umount /srv/full
 podman kill -s TERM twice > /dev/null
 podman exec twice touch /end || true # the container ends by it, perhaps before `touch` does
 podman wait twice > /dev/null
@@ -160,7 +161,7 @@ job() { # NAME ARG...: holds GPU memory, and handles TERM
     pod run -d --name "$1" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim "${@:2}" \
         localhost/busybox sh -c 'trap "kill $!; exit 7" TERM; /cusim/cusim-client & wait' > /tmp/said 2>&1
 }
-slow() { /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null; }
+slow() { /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint="${1:-4000}:1" > /dev/null; } # [MILLISECONDS]
 mapfile -t stops < <(to $place gpu)
 job g1 "${stops[@]}"
 wait_for ticked g1 3
@@ -170,7 +171,7 @@ tick=$(logs g1 | tail -n 1 | cut -d' ' -f1) sum=$(sum g1)
 check 'a job from it' job g2 "${newest[@]}" "${stops[@]}"
 check 'its sums are right' goes_on g2
 check 'it goes on where it was' test "$(logs g2 | head -n 1 | cut -d' ' -f1,2)" = "$((tick + 1)) $sum"
-slow
+slow 30000 # its process is killed, and nobody waits for it
 check 'KILL in the middle' stopped -t 1 g2
 check 'is not held up' test "$(exit_code g2)" = 137
 check 'nothing is left' wait_for nothing_left

@@ -35,7 +35,7 @@ on_failure() {
 cat /proc/devices > /srv/devices # the bed's, which a /proc of the node's own has not
 # shellcheck disable=SC2016 # the node's shell expands it
 swarm 'mount --bind /srv/devices /proc/devices; mkdir /run/cusim; /opt/build/cusim-server --socket /run/cusim/server.sock --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/gpus 2>&1 &
-    until [ -S /run/cusim/server.sock ]; do sleep 0.05; done'
+    until /opt/build/cusim-ctl --socket /run/cusim/server.sock status > /dev/null 2>&1; do sleep 0.05; done'
 
 mounts=()
 for bind in "${binds[@]}"; do mounts+=(--mount "type=bind,source=${bind%:*},target=${bind#*:}"); done

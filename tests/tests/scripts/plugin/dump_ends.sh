@@ -25,8 +25,9 @@ check 'and the sum goes on' goes_on
 stop
 
 start --mib 16
-ctl set slow-checkpoint=3000
-(wait_for grep -qs ': lock in' /img/dump.log && sleep 0.3 && pkill -KILL -x criu) &
+ctl set hang-checkpoint
+no_criu() { ! pgrep -x criu > /dev/null; }
+{ wait_for grep -qs ': lock in' /img/dump.log && sleep 0.3 && pkill -KILL -x criu && wait_for no_criu; ctl clear; } &
 dump_fails
 check 'CRIU is killed in the checkpoint: the agent puts back' agent_says '.outcome == "rolled-back"'
 check 'and the sum goes on' goes_on

@@ -1,11 +1,10 @@
 # dump_faults.sh: whatever the driver does at a dump, the process goes on running.
 simulate
-limits='{"lock_timeout_ms": 700, "step_timeout_ms": 1500}'
 
-fault() { # SWITCH CONDITION: the dump fails with this report, and the sum goes on
+fault() { # SWITCH CONDITION [LIMITS]: the dump fails with this report, and the sum goes on
     start --mib 16
     ctl set "$1"
-    dump_fails "$limits"
+    dump_fails "${3:-}"
     plugin_says ".outcome == \"failed\" and .error.pid == $client_pid and .error.comm == \"cusim-client\" and ($2)"
     ctl clear
     check "$1" goes_on
@@ -17,7 +16,7 @@ fault fail-checkpoint '.error.step == "checkpoint"'
 fault fail-checkpoint=CUDA_ERROR_OUT_OF_MEMORY '.error.remedy | test("memory")'
 fault fail-lock '.error.step == "lock"'
 fault fail-lock=CUDA_ERROR_NOT_SUPPORTED '.error.step == "lock"'
-fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock timeout"))'
+fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock timeout"))' '{"lock_timeout_ms": 700}'
 fault fail-get-state '.error.step == "query"'
 
 # A driver call that hangs is given up; when it returns at last, the agent undoes what it did.
@@ -27,7 +26,8 @@ hanging() {
     rm -f /run/op/dump/plugin-report.json
     (wait_for test -s /run/op/dump/plugin-report.json && sleep 0.5 && ctl clear) &
     clearer=$!
-    dump_fails "$limits"
+    # Not so soon that a slow machine gives up another step.
+    dump_fails '{"lock_timeout_ms": 700, "step_timeout_ms": 5000}'
     check "$1: given up" plugin_says '.error.cause | test("did not return within")'
     check "$1: undone when it returned" agent_says '.outcome == "rolled-back" and .processes[0].left == "running"'
     check "$1: the sum goes on" goes_on

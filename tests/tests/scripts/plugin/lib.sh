@@ -12,7 +12,7 @@ simulate() { # cusim-server ARG...: the driver, its nodes, its server
     mkdir -p /run/cusim /img
     /opt/build/cusim-ctl --socket "$SIM" install /opt/cusim > /dev/null
     /opt/build/cusim-server --socket "$SIM" --dev-root /dev --gpus 2 --memory-mib 4096 "$@" > /tmp/server.log 2>&1 &
-    wait_for test -S "$SIM"
+    wait_for ctl status 2> /dev/null # the socket is there before anybody listens
 }
 ctl() { /opt/build/cusim-ctl --socket "$SIM" "$@" > /dev/null; }
 step() { LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step "$@"; }

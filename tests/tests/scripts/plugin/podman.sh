@@ -90,5 +90,5 @@ pod rm -f -t 0 job > /dev/null 2>&1 || true
 pod container restore --import /tmp/job.tar > /dev/null
 check 'fail-restore: a later restore works' goes_on
 pod rm -f -t 0 job > /dev/null
-check 'no operation is left' test -z "$(ls -A /run/cryopod)"
 check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'
+check 'no operation is left' test -z "$(ls -A /run/cryopod)"

@@ -12,7 +12,7 @@ mkdir -p /run/cusim
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+wait_for /opt/build/cusim-ctl --socket "$sim" status > /dev/null 2>&1
 
 common=(--network none --device /dev/nvidiactl --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1
     -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim

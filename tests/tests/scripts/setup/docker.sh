@@ -24,6 +24,7 @@ docker run --detach --name theirs --network none busybox sleep 1000 > /dev/null
 if cryopod setup docker --undo --yes > /tmp/said 2>&1; then exit 1; fi
 check 'a container of runc has our shim: says so' says /tmp/said 'since the setup of docker \(process [0-9]* is of one\): remove them first'
 docker rm --force theirs > /dev/null
+wait_for no_shims # its own ends after it
 cryopod setup docker --undo --yes > /tmp/said
 check 'without a word: containerd is restarted' says /tmp/said '^containerd was restarted.$'
 check 'and finds its own shim' wait_for docker run --rm --network none busybox true
@@ -37,7 +38,7 @@ echo '{"runtimes": ' > /etc/docker/daemon.json
 if cryopod setup docker --yes > /tmp/said 2>&1; then exit 1; fi
 check 'not JSON: names the file' says /tmp/said '/etc/docker/daemon.json: not a JSON object'
 cp /tmp/before /etc/docker/daemon.json
-if dockerd --help | grep -q -- --validate; then
+if dockerd --help | grep -e --validate > /dev/null; then
     sed -i 's/^{/{"no-such-key": 1,/' /etc/docker/daemon.json
     cp /etc/docker/daemon.json /tmp/wrong
     if cryopod setup docker --yes > /tmp/said 2>&1; then exit 1; fi

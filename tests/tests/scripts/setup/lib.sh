@@ -16,7 +16,7 @@ case $* in
     "cat containerd" | "cat docker") ;;
     "is-active --quiet containerd") pgrep -x containerd > /dev/null ;;
     "restart containerd")
-        end "$(pgrep -x containerd)"
+        end "$(pgrep -o -x containerd)" # not a child that has yet to become a shim
         containerd >> /tmp/containerd.log 2>&1 &
         until ctr version > /dev/null 2>&1; do sleep 0.1; done
         ;;

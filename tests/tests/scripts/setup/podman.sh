@@ -21,6 +21,7 @@ check 'the user'\''s lines stay' test -z "$(diff /tmp/before $conf | grep '^<')"
 check 'podman knows the runtime' test "$(podman --runtime cryopod-runtime info --format '{{.Host.OCIRuntime.Path}}')" = /usr/local/bin/cryopod-runtime
 if proposes; then exit 1; fi
 nothing_left() { [ -z "$(podman ps --all --quiet)$(podman images --quiet)" ]; }
+no_monitor() { ! pgrep -x conmon > /dev/null; } # it ends after its container, and an undo refuses until then
 check 'nothing of the test is left' nothing_left
 cp $conf /tmp/after
 cryopod setup podman --yes --no-test > /tmp/said
@@ -35,6 +36,7 @@ if cryopod setup podman --yes > /tmp/said 2>&1; then exit 1; fi
 mv /usr/sbin/criu.away /usr/sbin/criu
 check 'without CRIU: says so' says /tmp/said 'the test failed, and the setup stays .*criu'
 check 'without CRIU: nothing is left' nothing_left
+wait_for no_monitor
 
 cryopod setup podman --undo --yes > /dev/null
 check 'undone' cmp $conf /tmp/before
@@ -73,5 +75,6 @@ pod run --detach --name c localhost/busybox sleep 1000 > /dev/null
 if cryopod setup podman --undo --yes > /tmp/said 2>&1; then exit 1; fi
 check 'a container needs it: says so' says /tmp/said 'containers run with cryopod \(process .*: remove them first'
 check 'its runtime knows it' pod rm --force --time 0 c
+wait_for no_monitor
 cryopod setup podman --undo --yes > /dev/null
 check 'the last undo takes it' test ! -e $config

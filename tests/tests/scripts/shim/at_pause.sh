@@ -50,7 +50,7 @@ start_plain
 last=$(sum job)
 ctr tasks pause job
 wait_for follows
-ctr tasks pause plain
+pausing ctr tasks pause plain
 before=$(counts)
 check 'paused: one record' test "$(records)" = 1
 checkpoint job
@@ -67,7 +67,7 @@ check 'resumed: the same sum' test "$(sum job)" = "$last"
 check 'resumed: no record' test "$(records)" = 0
 
 # Its agent is killed.
-/opt/build/cusim-ctl --socket "$sim" set slow-lock=2000:1 > /dev/null
+/opt/build/cusim-ctl --socket "$sim" set slow-lock=8000:1 > /dev/null
 (wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 1 && pkill -KILL -x cryopod-cuda-ag) &
 if ctr tasks pause job > /tmp/said 2>&1; then echo 'paused without its agent' && exit 1; fi
 check 'its agent is killed: said' says /tmp/said 'it goes on running: the driver agent'
@@ -126,4 +126,5 @@ check 'a wrong value: the sum goes on' goes_on job
 away job
 away plain
 wait_for sh -c '! pgrep -x cryopod-cuda-ag' || true
-check 'no operation is left' test -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)"
+no_operation() { [ -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)" ]; }
+check 'no operation is left' wait_for no_operation

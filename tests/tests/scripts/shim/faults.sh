@@ -66,15 +66,16 @@ moved() { # TICKS: at least so many. Whoever was to resume a paused container wa
     if is job PAUSED; then ctr tasks resume job > /dev/null || true; fi
     ticked job "$1"
 }
-alive_or_gone() { # as containerd reports it
+alive_or_gone() { wait_for as_reported $(($(ticks job) + 3)) && ! logs job | grep CORRUPT; }
+as_reported() { # TICKS: by containerd, which learns of an end later: it is asked again
     case $(status job) in
-        RUNNING | PAUSED) wait_for moved $(($(ticks job) + 3)) && ! logs job | grep CORRUPT ;;
-        *) wait_for no_job ;;
+        RUNNING | PAUSED) moved "$1" ;;
+        *) no_job ;;
     esac
 }
 unreached() { # SINCE-LINE: containerd could not reach our shim after its start, and forgot it. No `delete` follows: that
     # comes with this message
-    ! tail -n "+$1" /tmp/containerd.log | grep -q 'shim disconnected'
+    ! tail -n "+$1" /tmp/containerd.log | grep 'shim disconnected' > /dev/null # -q: tail may die of SIGPIPE
 }
 one() { # WHO WHAT AFTER
     local who=$1 what=$2 after=$3 line

@@ -22,20 +22,32 @@ memory_limit() { # of the container's cgroup, whichever version
 }
 kept() { grep -qs "$2" "/tmp/logged.$1"; }
 holds() { [ "$(cat "$1")" = "$2" ]; }
+# ctr stops reading when a process has ended, and loses what it has not read by then: a process ends when ctr has printed all.
+both() { [ -s /tmp/out ] && [ -s /tmp/err ]; }
+terminal() { grep -q terminal /tmp/out; }
+ends_when() { # CONDITION KILL-ARG...: it gets TERM then
+    { wait_for "$1" > /dev/null 2>&1; ctr tasks kill -s SIGTERM "${@:2}"; } &
+}
+still() { local n && n=$(wc -l < "$1") && sleep 1 && [ "$(wc -l < "$1")" = "$n" ]; } # FILE: the pipe to it is empty, too
+all_run() { [ "$(ctr tasks ls | grep -c RUNNING)" = 50 ]; }
 over() { case $(status "$1") in '' | STOPPED) ;; *) false ;; esac; } # ctr's attach deletes it, if it comes to that
 heard() { ctr namespaces label default heard=$RANDOM > /dev/null && sleep 0.1 && [ -s /tmp/events ]; } # ctr is listening
 
 cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at one by itself
     local runtime=$1 t=$2 code=0 pid n
 
-    ctr run --rm --runtime "$runtime" $image "run$t" sh -c 'echo out; echo err >&2; exit 7' \
+    : > /tmp/out > /tmp/err
+    ends_when both "run$t"
+    ctr run --rm --runtime "$runtime" $image "run$t" sh -c 'trap "exit 7" TERM; echo out; echo err >&2; while :; do sleep 0.1; done' \
         > /tmp/out 2> /tmp/err < /dev/null || code=$?
     tell run "$code $(cat /tmp/out) $(cat /tmp/err)"
     code=0
     ctr run --rm --runtime "$runtime" $image "bad$t" /no/such/program > /tmp/out 2>&1 < /dev/null || code=$?
     tell 'run of what is not there' "$code $(grep -o 'no such file or directory' /tmp/out | head -n 1)"
     tell 'after it' "$(ctr containers ls -q | grep -c "bad$t" || true)"
-    script -qec "ctr run -t --rm --runtime $runtime $image tty$t sh -c 'test -t 0 && test -t 1 && echo terminal; sleep 1; exit 4'" \
+    : > /tmp/out
+    ends_when terminal "tty$t"
+    script -qec "ctr run -t --rm --runtime $runtime $image tty$t sh -c 'trap \"exit 4\" TERM; test -t 0 && test -t 1 && echo terminal; while :; do sleep 0.1; done'" \
         /dev/null > /tmp/out < /dev/null || tell 'run -t' "$? $(grep -o terminal /tmp/out)"
 
     ctr run -d --runtime "$runtime" --log-uri "binary:///tmp/logger" $image "c$t" \
@@ -43,13 +55,16 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     wait_for kept "c$t" 'tick 3' || return
     tell 'logs by a driver' "$(sed -n 2p "/tmp/logged.c$t")"
     code=0
-    echo hello | ctr tasks exec --exec-id e1 "c$t" sh -c 'cat; echo err >&2; exit 5' > /tmp/out 2> /tmp/err || code=$?
+    : > /tmp/out > /tmp/err
+    { echo hello && wait_for both; } | ctr tasks exec --exec-id e1 "c$t" sh -c 'echo err >&2; cat; exit 5' > /tmp/out 2> /tmp/err || code=$?
     tell exec "$code $(cat /tmp/out) $(cat /tmp/err)"
     code=0
     ctr tasks exec --exec-id e2 "c$t" /no/such > /tmp/out 2>&1 || code=$?
     tell 'exec of what is not there' "$code $(grep -o 'no such file or directory' /tmp/out | head -n 1)"
     code=0
-    script -qec "ctr tasks exec -t --exec-id e3 c$t sh -c 'test -t 0 && echo terminal; sleep 1; exit 3'" /dev/null \
+    : > /tmp/out
+    ends_when terminal --exec-id e3 "c$t"
+    script -qec "ctr tasks exec -t --exec-id e3 c$t sh -c 'trap \"exit 3\" TERM; test -t 0 && echo terminal; while :; do sleep 0.1; done'" /dev/null \
         > /tmp/out < /dev/null || code=$?
     tell 'exec -t' "$code $(grep -o terminal /tmp/out)"
     ctr tasks exec -d --exec-id e4 "c$t" sleep 1000
@@ -57,9 +72,8 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     ctr tasks kill --exec-id e4 -s SIGKILL "c$t"
 
     ctr tasks pause "c$t"
-    sleep 0.5 # what is in the pipe
-    n=$(wc -l < "/tmp/logged.c$t")
-    tell pause "$(status "c$t") $(sleep 1; test "$(wc -l < "/tmp/logged.c$t")" -le $((n + 1)) && echo still)"
+    wait_for still "/tmp/logged.c$t" || return
+    tell pause "$(status "c$t") still"
     code=0
     ctr tasks exec --exec-id e5 "c$t" true > /tmp/out 2>&1 || code=$?
     tell 'exec while it is paused' "$code $(grep -o 'paused.*' /tmp/out | head -n 1)"
@@ -89,10 +103,13 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
         sh -c 'while read -r line; do echo "got $line"; done' > /dev/null 2>&1 &
     wait_for is "a$t" RUNNING || return
     pkill -KILL -f "^ctr run --fifo-dir /tmp/fifo$t"
-    (echo hello && sleep 5) | timeout -s KILL 30 ctr tasks attach "a$t" > /tmp/out 2>&1 &
+    : > /tmp/out
+    (echo hello && sleep 1000) | timeout -s KILL 1000 ctr tasks attach "a$t" > /tmp/out 2>&1 &
+    local attached=$!
     wait_for holds /tmp/out 'got hello' || return
     tell attach "$(cat /tmp/out)"
     ctr tasks kill -s SIGKILL "a$t"
+    within 60 gone $attached || kill $attached # which may delete the task
     wait_for over "a$t" || return
     ctr tasks delete "a$t" > /dev/null 2>&1 || true
     ctr containers rm "a$t"
@@ -118,12 +135,14 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
         starting[n]=$!
     done
     wait "${starting[@]}" || true
+    within 60 all_run || true
     tell 'fifty' "$(ctr tasks ls | grep -c RUNNING)"
     cat /tmp/m[0-9]* >&2 # what those say that did not start
 
     # containerd restarted under them
     containerd_down -KILL
     containerd_up
+    within 60 all_run || true # the state of a shim that answers late is unknown
     tell 'fifty, containerd killed and started again' "$(ctr tasks ls | grep -c RUNNING)"
     code=0
     ctr tasks exec --exec-id after "m7$t" sh -c 'exit 6' || code=$?
@@ -178,7 +197,8 @@ pid=$(pid_of k1) stock=$(stock_shim k1)
 kill -KILL "$(our_shim k1)"
 check 'our process killed: the container is gone' wait_for gone "$pid"
 check "our process killed: so is containerd's shim" wait_for gone "$stock"
-ctr tasks delete -f k1 > /dev/null 2>&1 || true
+cleaned() { ctr tasks delete -f k1 > /dev/null 2>&1 || true; is k1 ''; } # containerd itself may be about it
+wait_for cleaned
 check 'our process killed: the container can be removed' ctr containers rm k1
 check 'our process killed: no process is left' wait_for no_shims
 check 'our process killed: no socket is left' wait_for no_sockets

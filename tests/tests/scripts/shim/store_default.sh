@@ -20,8 +20,9 @@ start() { # NAME [create]
         "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim busybox /cusim/cusim-client --mib 20 > /dev/null
 }
 running() { [ "$(docker inspect -f '{{.State.Running}}' "$1")" = "$2" ]; }
-# docker 26 refuses a second checkpoint as long as containerd has the first one's tar.
-forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ]; }
+# docker 26 refuses a second checkpoint as long as containerd has the first one's tar. containerd forgets a blob first, and
+# removes its file, by which the store knows that it is needed, later: then all files are those of ctr's images.
+forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ] && [ "$(blobs | grep -c /blobs/)" = "$(ctr content ls -q | wc -l)" ]; }
 checkpoint() { wait_for forgotten && docker checkpoint create "$@" > /dev/null; }
 directory() { echo "/var/lib/docker/containers/$(docker inspect -f '{{.Id}}' "$1")/checkpoints"; }
 entries() { find $store -mindepth 1 -maxdepth 1 | wc -l; }
@@ -70,6 +71,7 @@ docker start --checkpoint cp g2
 check 'docker rm: it starts from it' goes_on g2
 check 'docker rm: with the same sum' test "$(sum g2)" = "$before"
 docker kill g2 > /dev/null
+wait_for running g2 false
 
 # Elsewhere
 cp -a "$(directory g2)/cp" /srv/away
@@ -83,7 +85,6 @@ cryopod bundle --in-place /srv/away > /tmp/said
 check 'bundle: in place' says /tmp/said '^/srv/away: whole, [0-9]+ files'
 docker rm -f g2 > /dev/null
 wait_for forgotten
-# containerd forgets a blob first, and removes its file later.
 check 'bundle: the entry goes' wait_for cleans 0
 start g3 create
 mkdir -p "$(directory g3)"
