@@ -94,7 +94,7 @@ check 'its agent is killed: said' refused 'not suspended, and it runs on: the dr
 check 'its agent is killed: it goes on' goes_on
 # A checkpoint whose wrapper is killed: its driver agent brings the GPU memory back, and has the lock until then.
 set_switch hang-checkpoint:1
-pod container checkpoint --keep job > /tmp/first.said 2>&1 &
+podman --runtime cryopod-runtime container checkpoint --keep job > /tmp/first.said 2>&1 & # `pod` has one file for what two say
 checkpointing=$!
 wait_for hangs_at hang-checkpoint
 pkill -KILL -x cryopod-runtime
