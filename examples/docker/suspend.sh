@@ -14,6 +14,6 @@ sleep 2
 docker checkpoint create example first
 last=$(numbers | tail -n 1)
 docker start --checkpoint first example
-sleep 2
+until [ "$(numbers | wc -l)" -ge $((last + 4)) ]; do sleep 0.2; done
 echo "stopped at $last, goes on with $(numbers | tail -n "+$((last + 2))" | head -n 3 | tr '\n' ' ')"
 [ "$(numbers | sed -n "$((last + 2))p")" = $((last + 1)) ]

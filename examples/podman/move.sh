@@ -15,6 +15,6 @@ podman container checkpoint --export "$archive" example
 last=$(podman logs example | tail -n 1)
 podman rm example
 podman container restore --import "$archive"
-sleep 2
+until [ "$(podman logs example | wc -l)" -ge $((last + 4)) ]; do sleep 0.2; done
 echo "stopped at $last, goes on with $(podman logs example | tail -n "+$((last + 2))" | head -n 3 | tr '\n' ' ')"
 [ "$(podman logs example | sed -n "$((last + 2))p")" = $((last + 1)) ]

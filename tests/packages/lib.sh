@@ -58,6 +58,9 @@ readme() {
     eval "$line" > /dev/null
 }
 
+# podman's monitors end some time after their containers; until then the packages and the setup stay.
+no_monitor() { ! pgrep -x conmon > /dev/null && ! pgrep -f '^[^ ]*podman .*container cleanup' > /dev/null; }
+
 # example LOW: the README's first example over this low-level runtime.
 example() {
     simulate "$1"
@@ -71,6 +74,7 @@ example() {
     readme 3
     check "$1: the restored container goes on" goes_on job
     podman rm --force --time 0 job > /dev/null
+    wait_for no_monitor
     kill %?cusim-server && wait %?cusim-server 2> /dev/null || true
     rm -rf job.tar.zst /run/cusim /opt/cusim /dev/nvidia*
     cd /

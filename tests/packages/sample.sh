@@ -20,6 +20,7 @@ podman --runtime cryopod-runtime run --detach --name still --network none localh
 if dpkg --purge cryopod > /tmp/removed 2>&1; then exit 1; fi
 check 'a container needs it: says so' says /tmp/removed 'not removed: containers run with it \(process [0-9]* is of one\): remove them first'
 podman rm --force --time 0 still > /dev/null
+wait_for no_monitor
 dpkg --purge cryopod > /tmp/removed
 check 'undone by the removal' diff -r /etc/containers /tmp/etc-containers
 listed > /tmp/after

@@ -123,12 +123,15 @@ fn a_run_over_its_limit_is_ended_with_all_it_started() {
         let ended = std::panic::catch_unwind(|| bed.sh(&script));
         let said = ended.expect_err("a run over its limit must fail the test");
         let said = said.downcast::<String>().expect("a message");
-        assert!(said.contains("sleep 100002"), "what it waits for: {said}");
+        if !said.contains("sleep 100002") {
+            eprintln!("after {seconds} s it did not wait yet: {said}");
+            return None;
+        }
         Mark::of(&out.path().join("mark"))
     };
     // A slow machine needs more than 15 s to get to the end of the script.
-    let mark = [15, 60].into_iter().find_map(run);
-    let mark = mark.expect("the script got to the end");
+    let mark = [15, 60, 240].into_iter().find_map(run);
+    let mark = mark.expect("the script got to the end, and the message tells what it waits for");
     within(DYING, || mark.remains().is_empty());
 }
 

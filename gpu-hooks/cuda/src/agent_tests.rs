@@ -117,23 +117,23 @@ impl Drop for Victim {
 
 pub(crate) fn quick() -> Limits {
     Limits {
-        settle: Duration::from_secs(2),
+        settle: Duration::from_secs(60),
         killed: Duration::from_millis(200),
-        step: Duration::from_secs(2),
+        step: Duration::from_secs(60),
     }
 }
 
 fn lock(pid: i32) -> Op {
     Op::Lock {
         pid,
-        timeout_ms: 500,
+        timeout_ms: 60_000,
     }
 }
 
 fn checkpoint(pid: i32) -> Op {
     Op::Checkpoint {
         pid,
-        limit_ms: 2000,
+        limit_ms: 60_000,
     }
 }
 

@@ -182,7 +182,7 @@ fn adding_up() {
     while !std::path::Path::new(&std::env::var("UNTIL").unwrap()).exists() {
         assert_eq!(sum(), first);
         // The test has failed.
-        assert!(start.elapsed().as_secs() < 120);
+        assert!(start.elapsed().as_secs() < 1200);
     }
 }
 
@@ -223,7 +223,7 @@ fn a_thread_outlives_its_tracer_wherever_that_is_killed() {
 }
 
 fn last_thread(pid: u32) -> u32 {
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
     loop {
         let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
         let tids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok());

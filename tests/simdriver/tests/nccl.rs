@@ -16,8 +16,8 @@ use std::time::Duration;
 use common::{Client, Machine, wait_for};
 use cryopod_cuda::preload::nccl::Group;
 
-const QUIESCE: Duration = Duration::from_secs(30);
-const UP: Duration = Duration::from_secs(30);
+const QUIESCE: Duration = Duration::from_secs(120);
+const UP: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_secs(2);
 
 struct Job {
@@ -150,7 +150,8 @@ fn whoever_dies_the_others_see_nccls_error() {
         };
         let mut group = job.group();
         die(0);
-        let down = group.down(SHORT);
+        // Only the dead are waited for in vain.
+        let down = group.down(if step == 0 { SHORT } else { QUIESCE });
         die(1);
         if step > 0 {
             down.unwrap();

@@ -16,10 +16,10 @@ use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::Request;
 use cuda_sim::cuda::Cuda;
 
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 const STOP: Request = Request::Stop {
-    limit_ms: 20_000,
-    hold_ms: 20_000,
+    limit_ms: 50_000,
+    hold_ms: 120_000,
 };
 
 fn library() -> PathBuf {
@@ -175,7 +175,7 @@ fn memory_leaves_and_comes_back() {
         library
             .ask(
                 Request::Stop {
-                    limit_ms: 1500,
+                    limit_ms: 60_000,
                     hold_ms: 1500,
                 },
                 None,

@@ -51,19 +51,19 @@ impl Running {
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn lock(pid: i32) -> Op {
     Op::Lock {
         pid,
-        timeout_ms: 1000,
+        timeout_ms: 60_000,
     }
 }
 
 fn checkpoint(pid: i32) -> Op {
     Op::Checkpoint {
         pid,
-        limit_ms: 3000,
+        limit_ms: 60_000,
     }
 }
 
@@ -170,9 +170,9 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
     let how = How {
         vram: VramConfig::default(),
         directory: None,
-        lock_timeout_ms: 1000,
-        step_timeout_ms: 3000,
-        nccl_quiesce_ms: 1000,
+        lock_timeout_ms: 60_000,
+        step_timeout_ms: 60_000,
+        nccl_quiesce_ms: 60_000,
         refuse_shared: true,
         keep: 0,
     };

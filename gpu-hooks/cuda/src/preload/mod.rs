@@ -332,7 +332,7 @@ mod tests {
             wire::send_answer(&own, kept.number, piece, Some(own.as_fd())).unwrap();
             wire::send_answer(&own, kept.number, Answer::Done, None).unwrap();
         });
-        let long = Duration::from_secs(10);
+        let long = Duration::from_secs(120);
         let pieces = library.ask(Request::Kept, None, long).unwrap();
         assert_eq!(pieces.iter().map(|p| p.bytes).collect::<Vec<_>>(), [5]);
         answers.join().unwrap();
@@ -355,7 +355,7 @@ mod tests {
                 wire::send_answer(&own, number, answer, None).unwrap();
             }
         });
-        let long = Duration::from_secs(10);
+        let long = Duration::from_secs(120);
         let said = [(); 2].map(|()| library.is_away(long).unwrap());
         assert_eq!(said, [false, true]);
         answers.join().unwrap();

@@ -119,7 +119,7 @@ mod tests {
         source.bytes_mut().unwrap().fill(7);
         assert!(waits(), "a page was read that only the other mapping has");
         userfault.open_to((2 << 20) + 5).unwrap();
-        assert_eq!(seen.recv_timeout(Duration::from_secs(5)), Ok(7));
+        assert_eq!(seen.recv_timeout(Duration::from_secs(120)), Ok(7));
         assert!(waits());
         userfault.open_to(1).unwrap();
         userfault.open_to(u64::MAX).unwrap();

@@ -3,6 +3,7 @@
 //! From checkpoint to unlock this may be the only thread that runs, so nothing here takes a lock
 //! that another thread could hold outside the closed gate, or uses the heap.
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::thread;
@@ -21,8 +22,8 @@ const HEADER_MAGIC: u64 = u64::from_le_bytes(*b"CUSIMIMG");
 const TAIL: usize = 16;
 /// How much of the memory is copied at a time.
 const PART: usize = 16 << 20;
-/// How long a driver that fills memory twice waits in between.
-const SECOND_FILL: Duration = Duration::from_millis(500);
+/// A driver that fills memory twice waits in between until this file is there.
+const SECOND_FILL: &CStr = c"/tmp/cusim-second-fill";
 /// How often a hanging step looks whether it still has to.
 const HANG_POLL: Duration = Duration::from_millis(5);
 
@@ -172,7 +173,10 @@ fn save(inner: &Inner, image: Image, bytes: u64) -> Result<(), CuResult> {
     }
     if inner.fill == Fill::Twice {
         memory[HEADER..].fill(0xa5);
-        thread::sleep(SECOND_FILL);
+        // SAFETY: a string that ends.
+        while unsafe { libc::access(SECOND_FILL.as_ptr(), libc::F_OK) } != 0 {
+            thread::sleep(HANG_POLL);
+        }
     }
     let mut rest = &mut memory[HEADER..];
     for b in &inner.blocks {

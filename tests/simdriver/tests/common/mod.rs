@@ -272,9 +272,9 @@ pub fn children(pid: i32) -> Vec<i32> {
         .collect()
 }
 
-/// Waits for something, half a minute at most.
+/// Waits for something, five minutes at most.
 pub fn wait_for(what: &str, mut f: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + Duration::from_secs(300);
     while !f() {
         assert!(Instant::now() < end, "waited too long for {what}");
         sleep(Duration::from_millis(5));

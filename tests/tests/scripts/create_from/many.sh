@@ -110,7 +110,7 @@ for victim in cryopod-runtime criu; do
         wait $runtime 2> /dev/null || true
         # What an engine does after a failed create.
         cryopod-runtime delete --force "many$i" > /tmp/said 2>&1 || true
-        check "$victim killed after $((i * 25)) ms: nothing runs" within 20 nothing_runs
+        check "$victim killed after $((i * 25)) ms: nothing runs" wait_for nothing_runs
         check 'nothing is mounted' not_mounted "/tmp/many/$i"
         rm -rf --one-file-system "/tmp/many/$i"
     done

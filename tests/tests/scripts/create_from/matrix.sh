@@ -136,7 +136,7 @@ own() { # ENGINE: of the copy
     local ttl=64
     # podman and the CRI name a network namespace, docker and ctr leave it to the low-level runtime.
     case $1 in podman | cri) ttl=77 ;; esac
-    inside "$1" copy "set -e; test \$(tail -n 1 /own) -ge 8; echo x > /dev/shm/x; test \$(cat /proc/sys/net/ipv4/ip_default_ttl) = $ttl; cat /volume/file; if (echo > /volume/file) 2> /dev/null; then exit 1; fi; if [ $ttl = 64 ]; then ping -c 1 -W 5 127.0.0.1; fi" > /tmp/said 2>&1 || return 1
+    inside "$1" copy "set -e; test \$(tail -n 1 /own) -ge 8; echo x > /dev/shm/x; test \$(cat /proc/sys/net/ipv4/ip_default_ttl) = $ttl; cat /volume/file; if (echo > /volume/file) 2> /dev/null; then exit 1; fi; if [ $ttl = 64 ]; then ping -c 1 -W 100 127.0.0.1; fi" > /tmp/said 2>&1 || return 1
     grep -q data /tmp/said || return 1
     # The CRI gives the pod's namespace by its path, with the pod's name in it.
     case $1 in
@@ -151,7 +151,7 @@ for a in podman docker ctr "${with_cri[@]}"; do
     removed "$a" first
     for b in podman docker ctr "${with_cri[@]}"; do
         check "$a, a copy under $b" starts "$b" copy "$(source_of "$a")"
-        wait_for reached "$b" copy 8
+        wait_for reached "$b" copy 9 # a number is in /own once the next one is printed
         check 'it goes on' test "$(output "$b" copy | head -n 1)" -ge 4
         check 'what is its own' own "$b"
         if [ "$a $b" = 'podman docker' ]; then

@@ -14,7 +14,7 @@ on() { # GPU [OPTION...]: a container with this GPU alone
     pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm --device "/dev/nvidia$gpu" \
         "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim "$@" localhost/busybox /cusim/cusim-client --mib 8
 }
-used() { # the minors of the GPUs that hold memory
+used() { # the minors of the GPUs that hold memory; of a process that has ended the server learns soon
     [ "$(/opt/build/cusim-ctl --socket "$sim" status | jq -r '[.gpus[] | select(.pids != {}) | .minor] | join(" ")')" = "$1" ]
 }
 on 0 > /dev/null
@@ -26,9 +26,9 @@ for gpu in 1 0 1; do
     chmod go-w $from/job.tar
     check "a copy on GPU $gpu" quiet on $gpu --annotation dev.cryopod.restore=$from/job.tar
     check 'it goes on' goes_on job
-    check 'there' used $gpu
+    check 'there' wait_for used $gpu
 done
 check 'a checkpoint in place' quiet pod container checkpoint job
 check 'a restore' quiet pod container restore job
 check 'it goes on' goes_on job
-check 'there' used 1
+check 'there' wait_for used 1

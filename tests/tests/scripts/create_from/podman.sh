@@ -50,7 +50,7 @@ chmod go-w "$from/c4.tar"
 podman rm -f -t 0 c4 > /dev/null
 copy() { pod run -d --name shm --annotation dev.cryopod.restore=$from/c4.tar "$@" > /dev/null 2> /tmp/said; }
 check 'a copy' copy -v /srv/checkpoints:/volume -e RANK=7 "${shared[@]}"
-wait_for counted shm 8
+wait_for counted shm 9 # a number is in the file once the next one is printed
 check 'its file in /dev/shm' podman exec shm sh -c 'test $(head -n 1 /dev/shm/own) = 0; test $(tail -n 1 /dev/shm/own) -ge 8'
 check 'the new environment' podman exec shm grep -qz '^RANK=7$' /run/cryopod/environ
 podman rm -f -t 0 shm > /dev/null

@@ -53,7 +53,7 @@ done
 # The layout, its archive and the image have one digest, but who may have one of them may not have the others.
 check 'each source is there once' test "$(entries)" = 4
 check 'ls shows the image' sh -c "cryopod cache ls | grep -qF '${digest:7:12}'"
-check 'nothing is left' nothing_left
+check 'nothing is left' wait_for nothing_left
 
 # What the cache has is not fetched again.
 fetched() { grep -c '"GET /v2/[a-z/]*/blobs/' /tmp/registry.log; }
@@ -99,7 +99,7 @@ for i in $(seq 10); do
     copy killed "docker://$at:1" && of_checkpoint killed || { echo "after kill $i" && exit 1; }
     podman rm -f -t 0 killed > /dev/null
 done
-check 'nothing is left' nothing_left
+check 'nothing is left' wait_for nothing_left
 
 # The registry is lost in the middle.
 sed -i 's|5000/team"|&, "docker://127.0.0.1:5001/team"|; s|"127.0.0.1:5000"\]|"127.0.0.1:5000", "127.0.0.1:5001"]|' /etc/cryopod/config.toml

@@ -48,9 +48,10 @@ for n in 1 2 3; do
     check "node $n has copies" test "$(replicas $n | wc -l)" -ge 2
     check "node $n has the checkpoint once" test "$(inside $n cryopod cache ls | wc -l)" = 1
 done
-once=$(fetched)
 blobs=$(curl -sf -H "Accept: $oci" "http://${at%%/*}/v2/team/counter/manifests/1" | jq '[.config, .layers[]] | length')
-check 'each node fetched each blob once' test "$once" = $((3 * blobs))
+once=$((3 * blobs))
+fetched_once() { [ "$(fetched)" = $once ]; } # the registry notes a request once it has answered
+check 'each node fetched each blob once' wait_for fetched_once
 on 1 service scale -d warm=3 > /dev/null
 check 'down to 3' wait_for running 3 1 2 3
 on 1 service scale -d warm=12 > /dev/null

@@ -17,11 +17,12 @@ check 'instead of itself, suspended: refused' refused 'it is suspended already' 
 # The agent dies when one is away and the other not yet back: either comes back.
 pod rename job other
 run_rootfs --mib 100 --chunk-mib 20 --gpus 0
-/opt/build/cusim-ctl --socket "$sim" set slow-restore=1500:1 > /dev/null
-(wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 0.9 && pkill -KILL -x cryopod-cuda-ag) & killer=$!
-does cryopod resume --instead-of job other || true
-wait $killer || true
-/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+set_switch hang-restore:1
+does cryopod resume --instead-of job other & resuming=$!
+wait_for hangs_or_ended hang-restore $resuming
+pkill -KILL -x cryopod-cuda-ag || true
+clear_switches
+wait $resuming || true
 for name in job other; do does cryopod resume $name || true; done
 check 'the agent is killed: one goes on' goes_on
 end

@@ -140,7 +140,9 @@ kubectl get deployment server -o json | jq '.spec.template | .metadata.name = "e
     | .spec.containers += [{name: "side", image: "docker.io/library/busybox", command: ["sh", "-c", "while :; do hostname; sleep 0.1; done"]}]' | kubectl create -f - > /dev/null
 wait_for printed_more example 1
 check 'deployment.yaml begins at the checkpoint' test "$(kubectl logs example | sed -n 1p)" -ge 10
-check 'the container beside it runs, and has its host name' test "$(kubectl logs example -c side | sort -u)" = "$(hostname)"
+beside() { kubectl logs example -c side | sort -u > /tmp/beside && [ -s /tmp/beside ]; }
+wait_for beside
+check 'the container beside it runs, and has its host name' test "$(cat /tmp/beside)" = "$(hostname)"
 kubectl delete pod example > /dev/null
 
 if kubectl cryopod checkpoint nobody --to docker://localhost:5000/team/x:1 > /tmp/said 2>&1; then exit 1; fi

@@ -7,11 +7,13 @@ printf '[restore]\nallow = [{ from = "%s", kubernetes = ["ns"] }]\n' $from >> /e
 registry
 cri_configure
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml | grep -v _annotations >> /etc/containerd/config.toml
+# By default containerd gives a plugin up that does not answer within 2 s.
+printf "[plugins.'io.containerd.nri.v1.nri']\n  plugin_registration_timeout = '120s'\n  plugin_request_timeout = '120s'\n" >> /etc/containerd/config.toml
 ln -s "$(command -v cryopod)" /opt/nri/plugins/10-cryopod
 on_failure() { cat /tmp/said; grep -i nri /tmp/containerd.log | tail; }
 containerd_up
 wait_for cri_quiet Version '[[1,"v1"]]'
-check 'containerd starts the plugin' pgrep -x 10-cryopod
+check 'containerd starts the plugin' wait_for pgrep -x 10-cryopod
 cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
 logs() { sed 's/^[^ ]* stdout F //' "/tmp/logs/$1.log"; }
 started() { # UID NAMESPACE [KEY VALUE]...: sets pod and job

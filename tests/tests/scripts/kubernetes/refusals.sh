@@ -50,7 +50,7 @@ for class in cryopod stock; do
     wait_for ticked job 3
     cri CheckpointContainer "[[1,\"$job\"],[2,\"$from/good.tar\"],[3,60]]"
     (ctr -n k8s.io tasks exec --exec-id stays "$job" sleep 1000 || true) &
-    sleep 1
+    wait_for pgrep -xf 'sleep 1000' > /dev/null
     no_checkpoint 'a process of an exec' 'was started in the container by exec'
     ended
     started dev.cryopod.criu.ghost-limit 'one two' > /dev/null

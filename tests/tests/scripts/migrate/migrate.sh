@@ -180,7 +180,8 @@ broken() { # NAME AT COMMAND MESSAGE
 # shellcheck disable=SC2016
 {
     if due; then
-        fault '/started &&' 'real "$@" & sleep 0.3; kill -9 $!; exit 255'
+        fault '/started &&' 'real "$@" &' "until real root@$far 'ls /var/tmp/cryopod-migrate-*/started' < /dev/null > /dev/null 2>&1; do sleep 0.1; done" \
+            'kill -9 $!; exit 255'
         goes 'ssh is killed at the start'
         fresh
     fi

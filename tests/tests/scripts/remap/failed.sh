@@ -20,6 +20,8 @@ cd /tmp/b
 images=images
 [ "$low" = runc ] || images=/tmp/b/images # crun takes a relative path as one below the bundle: the same here
 cryopod-runtime run -d --bundle /tmp/b raw > /dev/null 2>&1 < /dev/null
+in_its_program() { grep -q sleep "/proc/$("$low" state raw | jq .pid)/comm"; }
+wait_for in_its_program # `run` returns before runc's init has become the container's program
 cryopod-runtime checkpoint --image-path "$images" raw > /tmp/said 2>&1 || { cat /tmp/said; tail -n 5 images/dump.log; exit 1; }
 hash() { find images -name '*.img' -o -name '*.json' | sort | xargs sha256sum | sha256sum; }
 images_before=$(hash)

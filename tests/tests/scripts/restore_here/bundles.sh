@@ -36,6 +36,7 @@ goes_through() { # NAME LABEL [WANT]: WANT is what the mount shows in the end
     last=$(count "$name")
     if [ -n "${between:-}" ]; then "$between" "/tmp/$name"; fi
     chmod 700 "/tmp/$name.images"
+    rm "/tmp/$name.out" # what the first one's cat still writes is not of the restored one
     cr restore --detach --bundle "/tmp/$name" --image-path "/tmp/$name.images" --work-path "/tmp/$name.work" "$name" \
         < /dev/null > >(cat > "/tmp/$name.out") 2> >(cat > "/tmp/$name.err") ||
         { cat "/tmp/$name.err"; grep 'Error (' "/tmp/$name.work/restore.log"; exit 1; }

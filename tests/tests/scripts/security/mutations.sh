@@ -2,9 +2,12 @@
 # (mutations.py).
 low=$1 count=$2 seed=$3
 simulate "$low"
-# What hangs in CRIU is given up soon: one in a hundred does.
-printf '[limits]\nrestore_s = 8\nabort_s = 1\n[restore]\nallow = ["/srv/checkpoints", "/tmp/m"]\n' >> /etc/cryopod/config.toml
+printf '[restore]\nallow = ["/srv/checkpoints", "/tmp/m"]\n' >> /etc/cryopod/config.toml
 mkdir -p /srv/checkpoints /srv/data /tmp/m
+settled() { # CONTAINER: its program has begun, and all its processes wait
+    local pid && pid=$(cryopod-runtime --root /run/m state "$1" | jq .pid)
+    grep -Eqv 'runc|crun' "/proc/$pid/comm" && [ -z "$(ps -o stat= -p "$(pgrep -d, --ns "$pid" --nslist pid .)" | grep -v '^S')" ]
+}
 container() { # NAME JQ COMMANDS: a checkpoint in /tmp/m/NAME/images, and its bundle
     local name=$1 program=$2 at=/tmp/m/$1
     bundle "$at/bundle" sh /job
@@ -13,6 +16,7 @@ container() { # NAME JQ COMMANDS: a checkpoint in /tmp/m/NAME/images, and its bu
     jq "$program" "$at/bundle/config.json" > /tmp/config && cp /tmp/config "$at/bundle/config.json"
     cryopod-runtime --root /run/m run -d --bundle "$at/bundle" "$name" < /dev/null > /dev/null 2>&1
     sleep 1
+    wait_for settled "$name"
     cryopod-runtime --root /run/m checkpoint --image-path "$at/images" --work-path /tmp "$name" ||
         { grep Error /tmp/dump.log && return 1; }
     cryopod-runtime --root /run/m delete -f "$name"

@@ -1,4 +1,18 @@
 # engines.sh: the tutorial's parts for podman and docker.
+# A container on a busy machine may print nothing for seconds: the page's pauses end when each has printed three numbers more.
+cat >> /tmp/first.sh << 'SH'
+printed_more() { [ "$("$1" logs "$2" 2> /dev/null | wc -l)" -ge "$3" ]; } # ENGINE CONTAINER LINES
+sleep() {
+    command sleep "$@"
+    local engine container lines
+    for engine in podman docker; do
+        for container in $($engine ps -q 2> /dev/null); do
+            lines=$($engine logs "$container" 2> /dev/null | wc -l)
+            until printed_more $engine "$container" $((lines + 3)); do command sleep 0.2; done
+        done
+    done
+}
+SH
 mkimage
 podman tag localhost/busybox docker.io/library/busybox
 once

@@ -24,9 +24,12 @@ cycle zero '.vram.facts | .raw <= 1 and .stored_bytes <= 1048576' --mib 100 --co
 cycle half '.vram.facts | .stored_bytes > 45 * 1048576 and .stored_bytes < 60 * 1048576' --mib 100 --content half
 cycle '3 GiB' '.vram.facts | .bytes > 3 * 1073741824 and .stored_bytes < 104857600' --mib 3072 --chunk-mib 512 --content zero
 cycle '1 GiB random' '.vram.facts | .stored_bytes > 1063004405' --mib 1024 --chunk-mib 512
-# Written while the driver fills it; what was taken too early is written again.
+# Written while the driver fills it; what was taken too early is written again. It is filled again once some of it was written.
+written() { [ -n "$(find /img -name 'vram-0*.img' -size +0)" ]; }
 for fill in down twice; do
     export CUSIM_FILL=$fill
+    rm -rf /img/*
+    if [ $fill = twice ]; then (wait_for written && touch /tmp/cusim-second-fill) & fi
     cycle "filled $fill" '.vram.facts.stored_bytes > 400 * 1048576' --mib 400
     check "filled $fill: all is there once" vram ".vram.changed $([ $fill = twice ] && echo '> 0' || echo '>= 0')"
 done

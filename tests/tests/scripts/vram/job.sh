@@ -38,7 +38,17 @@ refused() { # PATTERN COMMAND...
 recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
 # What the device server says is in use on each GPU.
 in_use() { /opt/build/cusim-ctl --socket "$sim" status | jq -c '[.gpus[] | [.pids[]] | add // 0]'; }
-used() { local now && now=$(in_use) && jq -e "$1" > /dev/null <<< "$now" || { echo "$now"; false; }; }
+uses() { local now && now=$(in_use) && jq -e "$1" > /dev/null <<< "$now"; }
+# It learns of a process's death when its own thread reads that the connection is closed: soon, not at once.
+used() { wait_for uses "$1" || { in_use; false; }; }
+set_switch() { /opt/build/cusim-ctl --socket "$sim" set "$1" > /dev/null; }
+clear_switches() { /opt/build/cusim-ctl --socket "$sim" clear > /dev/null; }
+# hangs_at SWITCH: the step hangs, set by `set_switch SWITCH:1`. It goes on with `clear_switches`.
+hangs_at() { /opt/build/cusim-ctl --socket "$sim" status | jq -e --arg name "$1" 'any(.faults[]; .name == $name and .count == 0)' > /dev/null; }
+# As long as there is one, it may still hold the container's lock.
+no_agent() { ! pgrep -x cryopod-cuda-ag > /dev/null; }
+# hangs_or_ended SWITCH PID: the same, or the process whose step it is has ended without it.
+hangs_or_ended() { hangs_at "$1" || ! kill -0 "$2" 2> /dev/null; }
 : > /tmp/said
 
 # With the preload library: of a root with the C library of this one, which the runtime looks for.

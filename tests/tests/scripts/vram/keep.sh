@@ -31,15 +31,16 @@ turn 'third' 1 99
 check 'third: the copy is still as large' between 200 210 "$(kept)"
 
 # Whoever holds the copy dies, or the driver fails: the container goes on, and what comes next is right.
-set_switch() { /opt/build/cusim-ctl --socket "$sim" set "$1" > /dev/null; }
-clear_switches() { /opt/build/cusim-ctl --socket "$sim" clear > /dev/null; }
 killed() { # PROGRAM STEP VERB
-    set_switch "slow-$2=1500:1"
-    (wait_for pgrep -x "$1" > /dev/null && sleep 0.7 && pkill -KILL -x "$1") & local killer=$!
-    does cryopod "$3" job || true
-    wait $killer || true
+    local switch=hang-$2 verb
+    if [ "$2" = lock ]; then switch=hang-lock-forever; fi
+    set_switch "$switch:1"
+    does cryopod "$3" job & verb=$!
+    wait_for hangs_or_ended "$switch" "$verb"
+    pkill -KILL -x "$1" || true
     clear_switches
-    wait_for sh -c '! pgrep -x cryopod-cuda-ag > /dev/null'
+    wait "$verb" || true
+    wait_for no_agent
     does cryopod resume job || true
     check "$1 is killed at $2: it goes on" goes_on
 }

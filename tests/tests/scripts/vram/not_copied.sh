@@ -26,7 +26,10 @@ check 'third: most stays on the GPU' facts third '.not_copied == .zero + .parent
 take fourth
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 check 'fourth: all is copied' facts fourth '(.not_copied // 0) == 0 and .parent > .chunks / 2'
-(wait_for pgrep -f '^/proc/self/exe --vram-worker' > /dev/null && pkill -STOP -f '^/proc/self/exe --vram-worker' && sleep 14 && pkill -CONT -f '^/proc/self/exe --vram-worker') & late=$!
+# Ten seconds are the writer's, from when the GPU has made the digests.
+writer='^/proc/self/exe --vram-worker'
+set_switch hang-launch:1
+(wait_for hangs_at hang-launch && wait_for pkill -STOP -f "$writer"; clear_switches; sleep 14; pkill -CONT -f "$writer") & late=$!
 take fifth
 wait $late
 check 'fifth: all is copied' facts fifth '.parent > .chunks / 2'

@@ -56,16 +56,15 @@ done
 sed -i '/^\[vram\]/,$d' /etc/cryopod/config.toml
 
 # The driver agent is killed while the driver moves the memory: another one brings the process back.
-/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=1500:1 > /dev/null
-rm -f /tmp/dump.log
+set_switch hang-checkpoint:1
 cryopod-runtime checkpoint --image-path /tmp/killed --work-path /tmp "$id" > /tmp/said 2>&1 &
-wait_for test -s /tmp/dump.log
-sleep 0.5
+taking=$!
+wait_for hangs_at hang-checkpoint
 pkill -KILL -x cryopod-cuda-ag
-if wait $!; then echo 'a checkpoint whose agent was killed' && exit 1; fi
+clear_switches
+if wait $taking; then echo 'a checkpoint whose agent was killed' && exit 1; fi
 check 'the agent is killed: said' grep -q 'goes on running: .*agent ended unexpectedly' /tmp/said
 check 'the agent is killed: it goes on' goes_on
-/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 rm -rf /tmp/killed
 
 sed 's/^MemAvailable:.*/MemAvailable:    1100000 kB/' /proc/meminfo > /tmp/meminfo

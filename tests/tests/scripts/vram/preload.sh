@@ -82,8 +82,12 @@ end
 # Two processes: their memory is written while both are copied.
 run_rootfs --mib 160 --chunk-mib 16 --procs 2 --gpus 0,1
 last=$(sum)
-check 'two: checkpoint' does pod container checkpoint --keep job
 static=$(pod inspect -f '{{.StaticDir}}' job)
+# The writer has a lower priority than the rest: the driver waits for it here.
+written() { [ -n "$(find "$static/checkpoint" -name 'vram-0*.img' -size +0 2> /dev/null)" ]; }
+set_switch hang-checkpoint:1
+(wait_for hangs_at hang-checkpoint && wait_for written && clear_switches) &
+check 'two: checkpoint' does pod container checkpoint --keep job
 check 'two: handed over' jq -e "$handed_over | length == 2" "$static/checkpoint/cryopod.json"
 check 'two: some was written ahead' grep -q '[1-9][0-9]* of [0-9]* chunks of GPU memory were written ahead' "$static/dump.log"
 check 'two: restore' does pod container restore --keep job

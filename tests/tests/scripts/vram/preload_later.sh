@@ -7,8 +7,8 @@ run_rootfs --mib 100 --chunk-mib 20 --gpus 0,1 --train-mib 30
 id=$(pod inspect -f '{{.Id}}' job)
 says() { grep -qE "process [0-9]+: $1" /tmp/dump.log; }
 copied_later() { says '200 of 200 MiB of GPU memory are copied once it goes on'; }
-# Not more than some ticks change.
-copied_first() { says '([1-9]|[1-9][0-9]) of 200 MiB of GPU memory are copied$'; }
+# Not more than some ticks change; none may come meanwhile.
+copied_first() { says '[0-9]{1,2} of 200 MiB of GPU memory are copied$'; }
 later() { # WHAT: a checkpoint of the running container
     rm -rf /tmp/later /tmp/dump.log
     check "$1: checkpoint" does cryopod-runtime checkpoint --leave-running --image-path /tmp/later --work-path /tmp "$id"
@@ -24,7 +24,6 @@ later 'no room for both'
 check 'no room for both: copied first' copied_first
 # The room goes while it has none of its memory, and comes again later.
 reserve 0
-set_switch() { /opt/build/cusim-ctl --socket "$sim" set "$1" > /dev/null; }
 set_switch slow-checkpoint=3000:1
 rm -f /tmp/dump.log
 (wait_for copied_later && reserve 3900 && sleep 4 && reserve 0) & room=$!
@@ -39,12 +38,15 @@ id=$(pod inspect -f '{{.Id}}' job)
 # Whoever holds its memory dies, at each step; the other one has it, too.
 for who in cryopod-cuda-ag criu; do
     for step in lock checkpoint restore unlock; do
-        set_switch "slow-$step=2000:1"
+        switch=hang-$step
+        if [ $step = lock ]; then switch=hang-lock-forever; fi
+        set_switch "$switch:1"
         rm -rf /tmp/killed /tmp/dump.log
-        (wait_for pgrep -x "$who" > /dev/null && sleep 1.5 && pkill -KILL -x "$who") & killer=$!
-        does cryopod-runtime checkpoint --leave-running --image-path /tmp/killed --work-path /tmp "$id" || true
-        wait $killer || true
-        /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+        does cryopod-runtime checkpoint --leave-running --image-path /tmp/killed --work-path /tmp "$id" & taking=$!
+        wait_for hangs_or_ended "$switch" "$taking"
+        pkill -KILL -x "$who" || true
+        clear_switches
+        wait $taking || true
         # What the driver holds at that moment needs another agent.
         does cryopod resume job || true
         check "$who is killed at $step: it goes on" goes_on

@@ -79,27 +79,30 @@ sed 's/^MemAvailable:.*/MemAvailable:    1000000 kB/' /proc/meminfo > /tmp/memin
 mount --bind /tmp/meminfo /proc/meminfo
 check 'too little memory: refused' refused 'of host memory are needed for the GPU memory' cryopod suspend job
 umount /proc/meminfo
-/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=2000:1 > /dev/null
+set_switch hang-checkpoint:1
 cryopod suspend job > /tmp/said 2>&1 &
 suspending=$!
-wait_for sh -c 'grep -qs "\"event\":\"lock\"\|lock" /tmp/server.log || pgrep -x cryopod-cuda-ag > /dev/null'
-sleep 1
+wait_for hangs_at hang-checkpoint
 kill -KILL "$suspending"
+clear_switches
 check 'killed in the middle: it goes on' goes_on
+wait_for no_agent
 # The agent alone is killed: another one brings it back.
-/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=2000:1 > /dev/null
-(wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep 1 && pkill -KILL -x cryopod-cuda-ag) &
+set_switch hang-checkpoint:1
+(wait_for hangs_at hang-checkpoint && pkill -KILL -x cryopod-cuda-ag && clear_switches) &
 check 'its agent is killed: said' refused 'not suspended, and it runs on: the driver agent' cryopod suspend job
 check 'its agent is killed: it goes on' goes_on
 # A checkpoint whose wrapper is killed: its driver agent brings the GPU memory back, and has the lock until then.
-/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null
-pod container checkpoint --keep job > /tmp/said 2>&1 &
-wait_for pgrep -x cryopod-cuda-ag > /dev/null
-sleep 1.5
+set_switch hang-checkpoint:1
+podman --runtime cryopod-runtime container checkpoint --keep job > /tmp/first.said 2>&1 & # `pod` has one file for what two say
+checkpointing=$!
+wait_for hangs_at hang-checkpoint
 pkill -KILL -x cryopod-runtime
 check 'another checkpoint at once: refused' refused 'another checkpoint of it is under way' pod container checkpoint --keep job
-wait $! || true
+clear_switches
+wait $checkpointing || true
 check 'it goes on' goes_on
+wait_for no_agent
 check 'and then a checkpoint' does pod container checkpoint --keep job
 check 'is restored' does pod container restore --keep job
 check 'it goes on there, too' goes_on
@@ -122,5 +125,5 @@ pod run -d --name job localhost/busybox "${counter[@]}" > /dev/null
 check 'no GPU in use: refused' refused 'none of its processes uses CUDA' cryopod suspend job
 check 'no such container' refused 'no running container of podman' cryopod suspend nothing
 end
-wait_for sh -c '! pgrep -x cryopod-cuda-ag' || true
+wait_for no_agent || true
 check 'no operation is left' test -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)"
