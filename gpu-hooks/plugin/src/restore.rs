@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use cryopod_host::files::{if_there, read_bounded_from};
 use cryopod_host::limited::wait_until;
 
-const KILL_LIMIT: Duration = Duration::from_secs(5);
+const KILL_LIMIT: Duration = Duration::from_secs(20);
 
 pub struct Restore {
     pub session: Session,

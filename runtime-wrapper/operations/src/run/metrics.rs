@@ -24,7 +24,7 @@ const VERSION: u32 = 1;
 /// Most bytes of the file. All of its keys are of this program, so it has a few KiB.
 const MAX_BYTES: u64 = 1 << 20;
 /// How long an operation waits for another to add its numbers.
-const PATIENCE: Duration = Duration::from_millis(200);
+const PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Why an operation failed, as a label of a metric.

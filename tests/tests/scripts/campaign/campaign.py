@@ -330,7 +330,8 @@ class Fault:
             works = self.short or re.search(r" (checkpoint|restore|create|run) ", line)
             if {"wrapper": name == RUNTIME and " hold" not in line and works and "init" not in line, "criu": name == "criu",
                 "low": name == LOW and "init" not in line and works,
-                "client": name in ("podman", "docker", "ctr", "cryopod") and "run/conmon" not in line,
+                # Not conmon's clean-up: podman takes a container that ended without it for a running one.
+                "client": name in ("podman", "docker", "ctr", "cryopod") and "run/conmon" not in line and " cleanup " not in line,
                 "shim": "shim-cryopod-v2" in line and "-id " in line or "shim-runc-v2" in line and read(f"/proc/{pid}/exe") == "",
                 "stock": "shim-runc-v2" in line and "-id " in line and "/place/" not in line,
                 "agent": name == "cryopod-cuda-ag", "worker": "--vram-worker" in line,
