@@ -566,6 +566,20 @@ mod tests {
         }
     }
 
+    /// A setup with the programs of the packages, and no options.
+    pub fn packaged<'a>(host: &'a Host, tools: &'a dyn Tools) -> WantedSetup<'a> {
+        WantedSetup {
+            host,
+            tools,
+            config: None,
+            default: false,
+            settings: None,
+            runtime: "/usr/bin/cryopod-runtime".into(),
+            shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
+            node: None,
+        }
+    }
+
     fn args(engine: Target, undo: bool) -> Args {
         Args {
             engine,
@@ -582,17 +596,7 @@ mod tests {
     }
 
     fn done(host: &Host, engine: Target) {
-        let wanted = WantedSetup {
-            host,
-            tools: &Debian12,
-            config: None,
-            default: false,
-            settings: None,
-            runtime: "/usr/bin/cryopod-runtime".into(),
-            shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
-            node: None,
-        };
-        set_up(&args(engine, false), &wanted, None).unwrap();
+        set_up(&args(engine, false), &packaged(host, &Debian12), None).unwrap();
     }
 
     fn undone(host: &Host, engine: Target) -> anyhow::Result<ExitCode> {

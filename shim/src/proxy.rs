@@ -23,6 +23,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::container::HeldCall;
+use crate::restore::ImageWork;
 use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
@@ -67,7 +68,7 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     ours.remove();
     let is_quiet = || open.load(Ordering::Acquire) == 0;
     wait_until(LAST_WORDS, Duration::from_millis(5), is_quiet);
-    restore::wait_for_removals();
+    restore::wait_for_image_work();
     Ok(ExitCode::SUCCESS)
 }
 
@@ -119,6 +120,8 @@ impl ProxyServer {
             let _ = back.pump_answers(&mut answers);
             // The stock shim is gone; to containerd, so are we.
             let _ = lock(&back.client).shutdown(Shutdown::Both);
+            // This process must not exit in the middle of what follows.
+            let _work = ImageWork::begin();
             open.fetch_sub(1, Ordering::AcqRel);
             let unanswered: Vec<_> = lock(&back.watched).drain().collect();
             for (_, watched) in unanswered {
@@ -253,9 +256,53 @@ impl HeldCall for HeldFrame {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use containerd_shim::api::{CreateTaskRequest, ResumeRequest};
+    use containerd_shim::api::{CheckpointTaskRequest, CreateTaskRequest, ResumeRequest};
     use containerd_shim::protos::protobuf::MessageDyn;
-    use containerd_shim::protos::ttrpc::proto::MessageHeader;
+    use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_REQUEST, MessageHeader};
+
+    /// A shim that exits meanwhile would cut the judgement off.
+    #[test]
+    fn an_abandoned_checkpoint_is_judged_before_the_exit() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("stock");
+        let stock = UnixListener::bind(&path).unwrap();
+        let upstream = Address(path.to_str().unwrap().to_owned());
+        let server = ProxyServer {
+            tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
+            upstream,
+            open: Arc::default(),
+        };
+        let (mut containerd, client) = UnixStream::pair().unwrap();
+        server.serve(client).unwrap();
+        let (mut link, _) = stock.accept().unwrap();
+        let mut create = CreateTaskRequest::new();
+        create.id = "c1".into();
+        create.bundle = dir.path().to_str().unwrap().to_owned();
+        let mut checkpoint = CheckpointTaskRequest::new();
+        checkpoint.id = "c1".into();
+        checkpoint.path.clone_from(&create.bundle);
+        let calls: [(&str, &dyn MessageDyn); 2] =
+            [("Create", &create), ("Checkpoint", &checkpoint)];
+        for (stream, (method, message)) in (1..).step_by(2).zip(calls) {
+            let mut request = Request::new();
+            request.service = "containerd.task.v2.Task".into();
+            request.method = method.into();
+            request.payload = message.write_to_bytes_dyn().unwrap();
+            let header = MessageHeader {
+                stream_id: stream,
+                type_: MESSAGE_TYPE_REQUEST,
+                ..MessageHeader::default()
+            };
+            let body = request.write_to_bytes().unwrap();
+            Frame { header, body }.write(&mut containerd).unwrap();
+            Frame::read(&mut link).unwrap().unwrap();
+        }
+        drop((link, containerd));
+        // It asks whether the container lives.
+        let _question = stock.accept().unwrap();
+        assert_eq!(server.open.load(Ordering::Acquire), 0);
+        assert!(restore::has_image_work());
+    }
 
     #[test]
     fn a_failed_resume_does_not_hold_back_other_answers() {

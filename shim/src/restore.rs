@@ -31,10 +31,26 @@ const PRIVATE: u32 = 0o700;
 /// Attempts to remove a directory into which somebody may still write.
 const TRIES: u32 = 50;
 const PAUSE: Duration = Duration::from_millis(200);
-/// Time limit of a removal of images when the shim ends.
-const REMOVAL: Duration = Duration::from_secs(600);
-/// The threads that remove images.
-static REMOVALS: AtomicUsize = AtomicUsize::new(0);
+/// Time limit of the work on images when the shim ends: longer than an abandoned checkpoint waits for its CRIU.
+const WORK_LIMIT: Duration = Duration::from_secs(660);
+/// How much [`ImageWork`] there is.
+static WORK: AtomicUsize = AtomicUsize::new(0);
+
+/// Work on images, done when this is dropped. With this process it would end: [`wait_for_image_work`].
+pub struct ImageWork(());
+
+impl ImageWork {
+    pub fn begin() -> Self {
+        WORK.fetch_add(1, Ordering::AcqRel);
+        Self(())
+    }
+}
+
+impl Drop for ImageWork {
+    fn drop(&mut self) {
+        WORK.fetch_sub(1, Ordering::AcqRel);
+    }
+}
 
 /// The restore that containerd's Create asks for.
 #[derive(Debug, Clone, Copy)]
@@ -134,23 +150,26 @@ impl Drop for Restoring {
             remove(&self.bundle);
         }
         let Some(copy) = self.copy.take() else { return };
-        REMOVALS.fetch_add(1, Ordering::AcqRel);
-        let removed = copy.clone();
+        let _work = ImageWork::begin();
+        let (removed, removal) = (copy.clone(), ImageWork::begin());
         // Large images take a while to remove; neither containerd nor other containers need wait.
         let spawned = threads::spawn("images", move || {
+            let _removal = removal;
             let _ = fs::remove_dir_all(removed);
-            REMOVALS.fetch_sub(1, Ordering::AcqRel);
         });
         if spawned.is_err() {
             let _ = fs::remove_dir_all(copy);
-            REMOVALS.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
 
-/// Waits until no thread removes images any more. With this process it would end.
-pub fn wait_for_removals() {
-    wait_until(REMOVAL, PAUSE, || REMOVALS.load(Ordering::Acquire) == 0);
+/// Waits until no thread works on images any more.
+pub fn wait_for_image_work() {
+    wait_until(WORK_LIMIT, PAUSE, || !has_image_work());
+}
+
+pub fn has_image_work() -> bool {
+    WORK.load(Ordering::Acquire) != 0
 }
 
 /// Removes the images of a checkpoint that containerd no longer packs. A killed CRIU may still be writing into them.
@@ -263,7 +282,7 @@ mod tests {
             assert_eq!(restoring.pid(), None);
             restoring.succeeded();
             drop(Restoring::prepare(wanted, dir.path()).unwrap());
-            wait_for_removals();
+            wait_for_image_work();
             images.exists()
         };
         let copy = dir.path().join("ctrd-checkpoint1234567890");

@@ -200,6 +200,7 @@ impl Tasks {
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
         // It answers when the checkpoint has succeeded or failed.
         let mut lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
+        let mut hangs = false;
         if lives {
             // A CRIU whose runtime was killed may complete the images and kill the container, of which the stock shim
             // learns later.
@@ -209,19 +210,19 @@ impl Tasks {
                 .map(|c| c.place.criu.clone());
             let directories = known.unwrap_or_default();
             let end = Instant::now() + CRIU_ENDS;
-            let mut works = true;
-            while works && Instant::now() < end {
-                works = criu::works(&directories);
+            hangs = true;
+            while hangs && Instant::now() < end {
+                hangs = criu::works(&directories);
                 thread::sleep(EXIT_NOTICE);
             }
             let state = self.state(&checkpoint.id);
             // What a CRIU that hangs has written stays.
-            lives = !works && state.is_some_and(|s| is_started(&s) && has_process(&s));
+            lives = !hangs && state.is_some_and(|s| is_started(&s) && has_process(&s));
         }
         if lives {
             restore::discard(&checkpoint.images);
         } else if checkpoint.images.join(names::METADATA).exists() {
-            keep(checkpoint, &self.log);
+            keep(checkpoint, hangs, &self.log);
         }
     }
 
@@ -555,8 +556,8 @@ impl Tasks {
     }
 }
 
-/// Keeps the images of a container that has ended: they are all that is left of it.
-fn keep(checkpoint: &PackedCheckpoint, log: &Path) {
+/// Keeps the images of a container that has ended, or whose CRIU hangs: they may be all that is left of it.
+fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
     let marked = File::create(checkpoint.images.join(names::ONLY_COPY));
     let images = checkpoint.images.display();
     let id = &checkpoint.id;
@@ -565,8 +566,15 @@ fn keep(checkpoint: &PackedCheckpoint, log: &Path) {
         true => "bundle",
         false => "pack",
     };
+    let what = match hangs {
+        true => format!(
+            "a checkpoint of {id}, whose CRIU has not ended within {} minutes, so that the container may still run",
+            CRIU_ENDS.as_secs() / 60
+        ),
+        false => format!("the only checkpoint of {id}, which has ended"),
+    };
     let said = format!(
-        "cryopod: {images}: the only checkpoint of {id}, which has ended: containerd died before it packed it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
+        "cryopod: {images}: {what}: containerd died before it packed it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
     );
     let mut options = File::options();
     let options = options.append(true).create(true).mode(0o600);

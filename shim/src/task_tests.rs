@@ -236,3 +236,22 @@ fn other_containers_do_not_wait_for_one_that_is_forgotten() {
     tasks.lock().get_mut("c1").unwrap().waiting.push(held);
     tasks.forget("c1");
 }
+
+#[test]
+fn a_container_whose_criu_hangs_is_not_said_to_have_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoint = PackedCheckpoint {
+        id: "c1".into(),
+        images: dir.path().into(),
+    };
+    let log = dir.path().join("log");
+    let said = |hangs| {
+        let _ = std::fs::remove_file(&log);
+        keep(&checkpoint, hangs, &log);
+        std::fs::read_to_string(&log).unwrap()
+    };
+    assert!(said(false).contains("c1, which has ended"));
+    let said = said(true);
+    assert!(said.contains("has not ended within 10 minutes"), "{said}");
+    assert!(!said.contains("which has ended"), "{said}");
+}

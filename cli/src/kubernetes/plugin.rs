@@ -158,6 +158,16 @@ impl Kubectl<'_> {
         }
     }
 
+    /// Asks until `end`: an API server that is away for a moment, or while it is upgraded, ends no push.
+    fn ask_until(&self, args: &[&str], end: Instant) -> anyhow::Result<String> {
+        loop {
+            match self.run(args, ASK) {
+                Err(error) if Instant::now() <= end && !is_refusal(&error) => thread::sleep(PAUSE),
+                answer => return answer,
+            }
+        }
+    }
+
     /// An object of the chart. Only one that is not there means that the chart is not installed.
     fn installed(&self, words: &[&str]) -> anyhow::Result<Value> {
         let said = [&["get"], words, &["--output=json", "--ignore-not-found"]].concat();
@@ -174,6 +184,14 @@ impl Kubectl<'_> {
         args.extend(namespace.as_deref());
         Ok(serde_json::from_str(&self.run(&args, ASK)?)?)
     }
+}
+
+/// Returns true if the API server has answered, and would answer the same again. kubectl gives its reason in brackets.
+fn is_refusal(error: &anyhow::Error) -> bool {
+    let said = error.to_string();
+    ["(NotFound)", "(Forbidden)", "(Unauthorized)"]
+        .iter()
+        .any(|reason| said.contains(reason))
 }
 
 fn checkpoint(
@@ -325,12 +343,8 @@ fn push(
     // The deadline of the job itself comes first.
     let end = Instant::now() + limit + ASK;
     let done = loop {
-        // An API server that is away for a moment, or while it is upgraded, ends no push.
-        let state = match kubectl.run(&["get", job, &of, "--output=json"], ASK) {
-            Ok(said) => serde_json::from_str::<Value>(&said)?,
-            Err(error) if Instant::now() > end => return Err(error),
-            Err(_) => Value::Null,
-        };
+        let state = kubectl.ask_until(&["get", job, &of, "--output=json"], end)?;
+        let state: Value = serde_json::from_str(&state)?;
         let conditions = state["status"]["conditions"].as_array();
         let is = |kind: &str| {
             let mut all = conditions.into_iter().flatten();
@@ -348,13 +362,7 @@ fn push(
     if let Err(why) = done {
         bail!(why);
     }
-    let said = loop {
-        match kubectl.run(&["logs", job, &of], ASK) {
-            Ok(said) => break said,
-            Err(error) if Instant::now() > end => return Err(error),
-            Err(_) => thread::sleep(PAUSE),
-        }
-    };
+    let said = kubectl.ask_until(&["logs", job, &of], end)?;
     let digest = digest_in(&said).with_context(|| format!("{job} names no digest: {said}"))?;
     if let Err(error) = kubectl.run(&["delete", job, &of, "--wait=false"], ASK) {
         eprintln!("{job} stays: {error:#}");
@@ -433,35 +441,61 @@ mod tests {
 
     use super::*;
 
+    /// What kubectl says of each object, and its exit code.
+    struct KubectlSays(&'static str, i32);
+
+    impl Tools for KubectlSays {
+        fn find(&self, name: &str) -> Option<PathBuf> {
+            Some(name.into())
+        }
+        fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+            let (code, text) = (self.1, self.0.to_owned());
+            let (stdout, stderr) = match code {
+                0 => (text, String::new()),
+                _ => (String::new(), text),
+            };
+            Ok(Output {
+                code,
+                stdout,
+                stderr,
+            })
+        }
+    }
+
+    fn kubectl(says: &KubectlSays) -> Kubectl<'_> {
+        Kubectl {
+            tools: says,
+            program: Path::new("kubectl"),
+            cluster_words: Vec::new(),
+            namespace: None,
+        }
+    }
+
+    /// Without a stop at once the first three would be asked for an hour.
+    #[test]
+    fn what_the_api_server_refuses_is_not_asked_again() {
+        let hour = Instant::now() + Duration::from_secs(3600);
+        for said in [
+            "Error from server (NotFound): jobs.batch \"push\" not found",
+            "Error from server (Forbidden): jobs.batch is forbidden",
+            "error: You must be logged in to the server (Unauthorized)",
+        ] {
+            let error = kubectl(&KubectlSays(said, 1)).ask_until(&["get"], hour);
+            assert_eq!(
+                error.unwrap_err().to_string(),
+                format!("kubectl get: {said}")
+            );
+        }
+        let away = KubectlSays("Unable to connect to the server: EOF", 1);
+        let soon = Instant::now() + PAUSE / 2;
+        assert!(kubectl(&away).ask_until(&["get"], soon).is_err());
+        assert!(Instant::now() > soon, "it was asked again");
+    }
+
     #[test]
     fn no_installer_or_no_answer() {
-        /// What kubectl says of each object, and its exit code.
-        struct KubectlSays(&'static str, i32);
-        impl Tools for KubectlSays {
-            fn find(&self, name: &str) -> Option<PathBuf> {
-                Some(name.into())
-            }
-            fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
-                let (code, text) = (self.1, self.0.to_owned());
-                let (stdout, stderr) = match code {
-                    0 => (text, String::new()),
-                    _ => (String::new(), text),
-                };
-                Ok(Output {
-                    code,
-                    stdout,
-                    stderr,
-                })
-            }
-        }
         let found = |says: KubectlSays| {
-            let kubectl = Kubectl {
-                tools: &says,
-                program: Path::new("kubectl"),
-                cluster_words: Vec::new(),
-                namespace: None,
-            };
-            Installer::find(&kubectl)
+            Installer::find(&kubectl(&says))
                 .map(|found| found.namespace)
                 .map_err(|e| format!("{e:#}"))
         };

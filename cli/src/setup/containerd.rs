@@ -379,6 +379,7 @@ mod tests {
     use cryopod_test_files::TestFiles;
 
     use super::*;
+    use crate::setup::tests::packaged;
 
     fn stanza(default: bool) -> Stanza<'static> {
         Stanza {
@@ -523,16 +524,8 @@ mod tests {
         dir.put("etc/containerd/config.toml", main);
         let host = Host::at(dir.path());
         let text_by = |dump| {
-            let wanted = WantedSetup {
-                host: &host,
-                tools: &Dumps(dump),
-                config: None,
-                default: false,
-                settings: None,
-                runtime: "/usr/bin/cryopod-runtime".into(),
-                shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
-                node: None,
-            };
+            let tools = Dumps(dump);
+            let wanted = packaged(&host, &tools);
             for change in changes(&wanted).unwrap() {
                 dir.dir("etc/containerd/conf.d");
                 change.make(&host).unwrap();

@@ -86,6 +86,7 @@ mod tests {
     use cryopod_host::programs::SystemTools;
 
     use super::*;
+    use crate::setup::tests::packaged;
     use cryopod_test_files::TestFiles;
 
     #[test]
@@ -95,14 +96,8 @@ mod tests {
         conf.put("10-crio.conf", "[crio.runtime]\ndefault_runtime = \"crun\"\n[crio.runtime.runtimes.runc]\nmonitor_path = \"/other\"\n[crio.runtime.runtimes.crun]\nruntime_path = \"/usr/libexec/crio/crun\"\nmonitor_path = \"/usr/libexec/crio/conmon\" # theirs\n");
         let (host, tools) = (Host::at(dir.path()), SystemTools::with_path(""));
         let wanted = WantedSetup {
-            host: &host,
-            tools: &tools,
-            config: None,
-            default: false,
-            settings: None,
             runtime: "/opt/cryopod/bin/cryopod-runtime".into(),
-            shim: "/opt/cryopod/bin/containerd-shim-cryopod-v2".into(),
-            node: None,
+            ..packaged(&host, &tools)
         };
         let changes = changes(&wanted).unwrap();
         let [

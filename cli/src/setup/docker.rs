@@ -193,6 +193,7 @@ mod tests {
     use cryopod_test_files::TestFiles;
 
     use super::*;
+    use crate::setup::tests::packaged;
 
     const RUNTIME: &str = "/usr/bin/cryopod-runtime";
 
@@ -283,16 +284,7 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
-        let wanted = WantedSetup {
-            host: &host,
-            tools: &Flagged,
-            config: None,
-            default: false,
-            settings: None,
-            runtime: RUNTIME.into(),
-            shim: "/usr/bin/containerd-shim-cryopod-v2".into(),
-            node: None,
-        };
+        let wanted = packaged(&host, &Flagged);
         let changes = changes(&wanted).unwrap();
         ensure_valid(&wanted, &changes).unwrap();
         dir.put("proc/3/comm", "dockerd\n");

@@ -4,17 +4,27 @@
 
 use crate::session::{Failed, failure};
 use cryopod_cuda::messages::image::{FileRecord, is_device_path};
+use cryopod_host::nodes::{self, Class, NVIDIA_MAJOR, NodeRole, Vendor};
 use rustix::fs::{FileType, Mode, OFlags, SeekFrom, Stat, fcntl_getfl, fstat, open, seek, tell};
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-
-/// Major of `/dev/nvidia0` and `/dev/nvidiactl`; those of the other nodes differ between hosts.
-const NVIDIA_MAJOR: u32 = 195;
 
 /// Flags that matter when a device node is opened again.
 const KEPT_FLAGS: i32 = libc::O_ACCMODE | libc::O_NONBLOCK | libc::O_SYNC | libc::O_APPEND;
 
 fn is_char_device(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice
+}
+
+/// Returns the name by which a node is opened again. libcuda removes a node whose name is another GPU's, as a move leaves
+/// it; whoever still holds that one needs the GPU's own.
+fn current_name(path: &str, number: u64) -> String {
+    let is_fixed = |_: &&str| u64::from(libc::major(number)) == NVIDIA_MAJOR;
+    match path.strip_suffix(" (deleted)").filter(is_fixed) {
+        Some(old) if nodes::classify(old) == Some(Class::Known(Vendor::Nvidia, NodeRole::Gpu)) => {
+            nodes::native(Vendor::Nvidia, libc::minor(number).into())
+        }
+        name => name.unwrap_or(path).to_owned(),
+    }
 }
 
 /// DUMP_EXT_FILE: returns the record of the file, or `None` when it is not one of NVIDIA's.
@@ -27,9 +37,9 @@ pub fn describe(fd: BorrowedFd<'_>, id: i32) -> Result<Option<FileRecord>, Faile
     }
     let link = std::fs::read_link(format!("/proc/self/fd/{raw}"))
         .map_err(|error| failed(error.to_string()))?;
-    let path = link.to_string_lossy().into_owned();
+    let path = current_name(&link.to_string_lossy(), stat.st_rdev);
     if !is_device_path(&path) {
-        if libc::major(stat.st_rdev) == NVIDIA_MAJOR {
+        if u64::from(libc::major(stat.st_rdev)) == NVIDIA_MAJOR {
             return Err(failed(format!(
                 "`{path}` is one of NVIDIA's under a name of its own"
             )));
@@ -81,6 +91,16 @@ mod tests {
         assert_eq!(describe(null.as_fd(), 1).unwrap(), None);
         let file = tempfile::tempfile().unwrap();
         assert_eq!(describe(file.as_fd(), 1).unwrap(), None);
+    }
+
+    #[test]
+    fn a_removed_node_is_opened_by_its_gpus_name() {
+        let of = |path: &str, major, minor| current_name(path, libc::makedev(major, minor));
+        assert_eq!(of("/dev/nvidia0 (deleted)", 195, 1), "/dev/nvidia1");
+        assert_eq!(of("/dev/nvidiactl (deleted)", 195, 255), "/dev/nvidiactl");
+        assert_eq!(of("/dev/nvidia0", 195, 1), "/dev/nvidia0", "it is there");
+        let other = "/dev/nvidia0 (deleted)";
+        assert_eq!(of(other, 1, 3), other, "no node of NVIDIA's");
     }
 
     #[test]

@@ -124,12 +124,18 @@ fn restore(
     let changed = bundle::change(&request, &on_disk, edits, &prepared, &op)?;
     prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
-    let mut unlock = || guarded.lock = BundleLock::default();
+    let mut unlocked = false;
+    let mut unlock = || {
+        guarded.lock = BundleLock::default();
+        unlocked = true;
+    };
     let ran = run::run(&request, &prepared, &op, &signals, new, amd, &mut unlock)?;
+    // Another operation may have begun while the container ran.
+    let is_ours = !unlocked || guarded.lock_again(&request.bundle);
     if let Some(links) = links {
         links.put_back();
     }
-    let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
+    let result = conclude::conclude(&request, prepared, changed, ran, &op, amd, is_ours);
     if is_free && result.is_err() {
         // crun keeps the state of a failed restore, and a failed `create` leaves nothing.
         state::remove(ctx, inv, &request.tools);
@@ -166,6 +172,12 @@ impl GuardedBundle {
         let warn = |e: &io::Error| tracing::warn!("{}: {e}", Self::GUARD);
         let guard = lock_of_guard.and_then(|lock| start_guard(ctx, lock).inspect_err(warn).ok());
         Ok(Self { guard, lock })
+    }
+
+    /// Takes the lock again. Returns false if another operation has it.
+    fn lock_again(&mut self, bundle: &Path) -> bool {
+        let lock = BundleLock::take(bundle, Duration::ZERO, String::new);
+        lock.map(|lock| self.lock = lock).is_ok()
     }
 
     /// Runs the process.
@@ -227,5 +239,25 @@ fn without_images(ctx: &Context, inv: &Invocation) -> Error {
             Error::io("a mount namespace for the restore cannot be made")(e)
         }
         _ => passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bundle_that_another_operation_has_is_not_ours() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut guarded = GuardedBundle {
+            guard: None,
+            lock: BundleLock::default(),
+        };
+        let take = || BundleLock::take(dir.path(), Duration::ZERO, String::new);
+        let other = take().unwrap();
+        assert!(!guarded.lock_again(dir.path()));
+        drop(other);
+        assert!(guarded.lock_again(dir.path()));
+        assert!(take().is_err(), "it is held");
     }
 }

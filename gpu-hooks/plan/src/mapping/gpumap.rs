@@ -14,7 +14,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cryopod_archive::metadata::{Gpu, GpuFacts};
-use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
+use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::ceiling::Ceiling;
 use crate::checks::switches::Switches;
@@ -71,7 +71,8 @@ impl Choice {
 }
 
 /// Returns the GPUs to choose from: those that the engine's spec names or, where it names none, lets the container
-/// open. Where the ceiling allows others (podman repeats the archive's own spec), a spec that names the old container's
+/// open. Those that the device rules let it open beside them count if the checkpoint has them in the same way. Where the
+/// ceiling allows others (podman repeats the archive's own spec), a spec that names the old container's
 /// GPUs, or none, sets no limit.
 pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {
     let now = ceiling.spec.gpu_nodes(ceiling.host);
@@ -82,10 +83,20 @@ pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BT
         .map(|g| g.id.clone())
         .collect();
     match ceiling.gpus(here) {
-        Some(_) if !nodes.is_empty() => Some(named),
+        Some(given) if !nodes.is_empty() => {
+            let unnamed = given.into_iter().filter(|id| had_unnamed(gpu, id));
+            Some(named.into_iter().chain(unnamed).collect())
+        }
         Some(given) => Some(given),
         None => (!repeats(&now, gpu)).then_some(named),
     }
+}
+
+/// Returns true if the checkpoint has this GPU, and its engine's spec did not name it.
+fn had_unnamed(gpu: &GpuFacts, id: &str) -> bool {
+    let leads_there = |n: &&DeviceNode| n.gpu.as_deref() == Some(id);
+    gpu.gpus.iter().any(|g| g.id == id)
+        && (gpu.nodes.iter().filter(leads_there)).all(|n| n.source == NodeSource::Live)
 }
 
 /// Returns true if a spec names nothing but what the checkpoint has.

@@ -3,7 +3,7 @@ use crate::ceiling::{Lifts, OtherGpus};
 use crate::gpus::inventory::recorded;
 use cryopod_archive::metadata::{EngineNode, GpuFacts, MovedNode};
 use cryopod_host::files::Host;
-use cryopod_host::nodes::{NodeRole, Vendor};
+use cryopod_host::nodes::{NodeRole, NodeSource, Vendor};
 use cryopod_host::spec::Spec;
 
 fn gpu(n: u32, model: &str) -> Gpu {
@@ -301,4 +301,39 @@ fn what_an_engine_says_by_its_devices() {
     }];
     assert_eq!(said(&facts, &[0]), None);
     assert_eq!(said(&facts, &[1]), Some(vec![1]));
+}
+
+#[test]
+fn what_the_device_rules_open_beside_the_spec() {
+    let spec = Spec::from_json(serde_json::json!({"linux": {
+        "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
+        "resources": {"devices": [{"allow": false}, {"allow": true, "type": "c", "major": 195, "access": "rwm"}]},
+    }}));
+    let ceiling = Ceiling {
+        host: &Host::at("/nowhere"),
+        spec: &spec,
+        lifts: Lifts::default(),
+    };
+    let here: Vec<Gpu> = (0..3).map(|n| gpu(n, "X")).collect();
+    let of = |n: u32, source| DeviceNode {
+        source,
+        gpu: Some(gpu(n, "").id),
+        ..node(n.into())
+    };
+    let offered_of = |source| {
+        let facts = GpuFacts {
+            nodes: vec![of(0, NodeSource::Device), of(1, source)],
+            gpus: here[..2].to_vec(),
+            ..GpuFacts::default()
+        };
+        offered(&ceiling, &facts, &here).unwrap()
+    };
+    let both = BTreeSet::from([gpu(0, "").id, gpu(1, "").id]);
+    assert_eq!(offered_of(NodeSource::Live), both);
+    let named = BTreeSet::from([gpu(0, "").id]);
+    assert_eq!(
+        offered_of(NodeSource::Device),
+        named,
+        "the engine gave others"
+    );
 }

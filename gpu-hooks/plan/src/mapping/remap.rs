@@ -7,7 +7,7 @@
 //! `nvidia-uvm`, `nvidia-caps` and `kfd` differ between hosts.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
-use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
+use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::ceiling::{AskedNode, Ceiling};
 use crate::mapping::gpumap::Choice;
@@ -168,9 +168,9 @@ fn place(
         nodes::identify(host, &host_path, n.0, n.1) == Some((node.vendor, node.role))
     };
     let Some((major, minor)) = host.char_device(&host_path).filter(ours) else {
-        let needed = matches!(node.role, NodeRole::Gpu | NodeRole::Control | NodeRole::Uvm)
+        let is_used = matches!(node.role, NodeRole::Gpu | NodeRole::Control | NodeRole::Uvm)
             || (node.vendor, node.role) == (Vendor::Amd, NodeRole::Render);
-        if needed {
+        if is_used && is_given(gpu, node) {
             refusals.push(absent(node, &host_path));
         } else {
             tracing::warn!(
@@ -200,6 +200,14 @@ fn place(
     };
     let native = target.alias_of.is_none();
     Some((target, native))
+}
+
+/// Returns true unless the container could not open the node: NVIDIA's library makes nodes beside those that the spec
+/// names. Nodes that NVIDIA's older hook makes are in no spec, all of them.
+fn is_given(gpu: &GpuFacts, node: &DeviceNode) -> bool {
+    let is_named = |n: &DeviceNode| n.source != NodeSource::Live;
+    let mut ours = gpu.nodes.iter().filter(|n| n.vendor == node.vendor);
+    is_named(node) || node.allowed || !ours.any(is_named)
 }
 
 /// Returns true if this host's node belongs to a GPU that replaces some GPU. A node that is no GPU's always counts, and

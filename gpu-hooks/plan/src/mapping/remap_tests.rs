@@ -246,6 +246,13 @@ fn what_is_absent_is_told_at_once() {
         assert!(e.contains(want), "{want}: {e}");
     }
     assert!(!e.contains("modeset"), "{e}");
+    let mut made = facts(&[NVIDIA[0], NVIDIA[3]]);
+    made.nodes[1].source = NodeSource::Live;
+    assert!(go(&host, &made, "auto").is_err());
+    made.nodes[1].allowed = false;
+    assert!(go(&host, &made, "auto").is_ok(), "it could not be opened");
+    made.nodes[0].source = NodeSource::Live;
+    assert!(go(&host, &made, "auto").is_err(), "NVIDIA's hook made both");
 }
 
 #[test]

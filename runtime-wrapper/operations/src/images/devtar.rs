@@ -20,7 +20,8 @@ const MAX_EXTENSION: u64 = 1 << 20;
 pub struct TarNode {
     /// Its path below the archived directory.
     pub path: PathBuf,
-    /// The archived node whose mode, owner and times it takes.
+    /// The archived node whose mode, owner and times it takes. Where that is gone, one with the same number has another:
+    /// libcuda removes a node whose name is another GPU's, and can make it anew only with `CAP_MKNOD`.
     pub model: PathBuf,
     /// Permission bits, owner and group, if the model is not in the archive (it is mounted). Without them a missing
     /// model is an error.
@@ -62,8 +63,14 @@ pub fn rewrite(from: &Path, to: &Path, nodes: &[TarNode]) -> Result<(), TarError
     };
     copy.run().map_err(io(from, unread))?;
     let models = std::mem::take(&mut copy.models);
-    for (node, model) in nodes.iter().zip(models) {
-        let Some(mut header) = model.or_else(|| fresh(node)) else {
+    for (node, model) in nodes.iter().zip(&models) {
+        let is_twin = |(n, _): &(&TarNode, _)| (n.major, n.minor) == (node.major, node.minor);
+        let of_twin = || {
+            let mut twins = nodes.iter().zip(&models).filter(is_twin);
+            twins.find_map(|(_, model)| model.clone())
+        };
+        let header = model.clone().or_else(|| fresh(node)).or_else(of_twin);
+        let Some(mut header) = header else {
             return Err(TarError::NoModel {
                 path: from.to_owned(),
                 model: node.model.clone(),

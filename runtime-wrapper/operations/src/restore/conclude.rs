@@ -29,7 +29,8 @@ const EXIT_LIMIT: Duration = Duration::from_secs(30);
 /// A runtime that a signal ended has an exit code above, and CRIU goes on without it.
 const SIGNALED: i32 = 128;
 
-/// `amd`: CRIU's amdgpu plugin took part.
+/// `amd`: CRIU's amdgpu plugin took part. `is_ours`: no other operation has the bundle, whose container would be ended and
+/// whose files put back in place of this one's.
 ///
 /// # Errors
 /// Nothing was restored. What is left of the container is removed, and the checkpoint is untouched.
@@ -40,6 +41,7 @@ pub(super) fn conclude(
     ran: RestoreOutcome,
     op: &Operation,
     amd: bool,
+    is_ours: bool,
 ) -> Result<ExitCode, Error> {
     let ended = &ran.ended;
     let failed = ended.code != 0;
@@ -50,21 +52,25 @@ pub(super) fn conclude(
     let lost = failed && finished.error.is_some();
     // A container in the foreground ends with its own exit code, and leaves no process behind.
     let lives = !failed || !ran.detach && ended.passed && !lost;
-    if ended.code > SIGNALED {
+    if is_ours && ended.code > SIGNALED {
         changed.restoring.end_criu();
     }
-    let left = failed && changed.cgroups.kill();
+    let left = is_ours && failed && changed.cgroups.kill();
     if left {
         // CRIU may have died after the container was frozen for its start.
         changed.cgroups.paths().for_each(frozen::thaw);
     }
     if !lives || left {
         metrics::failed_run(&ran.ended, finished.error.is_some(), false);
-        if ended.killed || ended.lost_processes || left {
-            state::remove(request.ctx, request.inv, &request.tools);
+        if is_ours {
+            if ended.killed || ended.lost_processes || left {
+                state::remove(request.ctx, request.inv, &request.tools);
+            }
+            changed.restoring.unmount();
+            remove(&changed.cgroups);
+        } else {
+            changed.keep();
         }
-        changed.restoring.unmount();
-        remove(&changed.cgroups);
         let why = explain(request, &ran, finished, runtime_error, amd);
         return Err(Error::Failed(why));
     }

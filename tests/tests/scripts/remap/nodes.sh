@@ -83,8 +83,21 @@ is /dev/nvidia0 1:b
 usable /dev/nvidia1
 denied 10 229
 echo 'ok: and once more'
+# NVIDIA's library removes a node of another number than its name's, and here has no right to make it anew.
+pod exec c1 rm /dev/nvidia0
 save
-rm /dev/nvidia1
+node /dev/nvidia2 10 237
+configure /dev/nvidia1=/dev/nvidia2
+restore
+is /dev/nvidia2 a:ed
+is /dev/nvidia0 a:ed
+[ "$(pod exec c1 stat -c %a:%g /dev/nvidia0)" = 666:44 ]
+allowed /dev/nvidia2
+denied 1 11
+echo 'ok: to a third, from where the first name has gone'
+save
+configure
+rm /dev/nvidia1 /dev/nvidia2
 restore
 is /dev/nvidia0 a:e5
 allowed /dev/nvidia0

@@ -90,6 +90,7 @@ fn a_dev_of_gnu_tar() {
             otherwise: Some((0o620, 0, 5)),
             ..node("nvidia2", "mounted", 195, 2)
         },
+        node("nvidia9", "removed", 195, 1),
     ];
     let before = fs::read(&from).unwrap();
     rewrite(&from, &to, &nodes).unwrap();
@@ -121,6 +122,7 @@ fn a_dev_of_gnu_tar() {
     };
     assert_eq!(is("nvidia0"), (195, 1, 0o640, 44));
     assert_eq!(is("nvidia1"), (195, 1, 0o640, 44));
+    assert_eq!(is("nvidia9"), (195, 1, 0o640, 44), "as that of its number");
     assert_eq!(is("dri/renderD130"), (226, 130, 0o600, 44));
     assert_eq!(is("dri/renderD128"), (226, 128, 0o600, 44), "not asked for");
     assert_eq!(is("nvidia2"), (195, 2, 0o620, 5));

@@ -43,6 +43,7 @@ pub fn settle(
     let hard = hard_limits(spec);
     let score = spec.pointer("/process/oomScoreAdj").and_then(Value::as_i64);
     let score = score.or(subject.facts.oom_score).unwrap_or(0);
+    let nice = lowest_nice();
     let names = images.names("core-");
     for name in names {
         for core in images.messages_mut(&name) {
@@ -69,7 +70,7 @@ pub fn settle(
                     .pointer("/process/scheduler")
                     .is_some_and(Value::is_object)
             {
-                make_ordinary(thread);
+                make_ordinary(thread, nice);
             }
         }
     }
@@ -102,8 +103,15 @@ fn lower_limits(task: &mut Message, hard: &[u64]) {
     }
 }
 
-/// Takes away a real-time policy and a raised priority. CRIU's number for a nice value is in zigzag form.
-fn make_ordinary(thread: &mut Message) {
+/// The lowest nice value that needs no right: this process's, which a new container would get. It is in zigzag form, as
+/// CRIU has it.
+fn lowest_nice() -> u64 {
+    let own = rustix::process::getpriority_process(None).unwrap_or(0);
+    (2 * u64::from(own.min(0).unsigned_abs())).saturating_sub(1)
+}
+
+/// Takes away a real-time policy, and a nice value below `lowest`.
+fn make_ordinary(thread: &mut Message, lowest: u64) {
     if thread
         .number("sched_policy")
         .is_some_and(|p| !ORDINARY.contains(&p))
@@ -112,7 +120,38 @@ fn make_ordinary(thread: &mut Message) {
         thread.remove("sched_prio");
     }
     let is_negative = |zigzag: u64| zigzag & 1 == 1;
-    if thread.number("sched_nice").is_some_and(is_negative) {
-        thread.set_number("sched_nice", 0);
+    let nice = thread.number("sched_nice");
+    if nice.is_some_and(|n| is_negative(n) && n > lowest) {
+        thread.set_number("sched_nice", lowest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cryopod_archive::criu::schema::MessageType;
+
+    use super::*;
+
+    #[test]
+    fn a_nice_value_goes_no_lower_than_a_new_containers() {
+        let nice = |zigzag, lowest| {
+            let bytes = [8, 0, 16, 0, 24, zigzag];
+            let of = MessageType::named("thread_core_entry").unwrap();
+            let mut thread = Message::read(of, &bytes).unwrap();
+            make_ordinary(&mut thread, lowest);
+            thread.number("sched_nice").unwrap()
+        };
+        let (of_minus_2, of_minus_19, of_19) = (3, 37, 38);
+        assert_eq!(nice(of_minus_2, 0), 0);
+        assert_eq!(nice(of_minus_2, 3), 3);
+        assert_eq!(nice(of_minus_19, 3), 3);
+        assert_eq!(nice(of_19, 0), 38);
+    }
+
+    #[test]
+    fn the_value_of_this_process_in_zigzag_form() {
+        let own = rustix::process::nice(0).unwrap();
+        let zigzag = if own < 0 { -2 * own - 1 } else { 0 };
+        assert_eq!(lowest_nice(), zigzag as u64);
     }
 }
