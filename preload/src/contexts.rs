@@ -72,6 +72,20 @@ pub fn current() -> usize {
     }
 }
 
+/// The last of the handles that mean a default stream.
+const DEFAULT_STREAM: usize = 2;
+
+/// The context of a stream.
+pub fn of_stream(stream: usize) -> usize {
+    let mut context = 0usize;
+    let to = &raw mut context as usize;
+    // The default streams are the current context's.
+    match stream > DEFAULT_STREAM && other_call(c"cuStreamGetCtx", [stream, to]) == 0 {
+        true => context,
+        false => current(),
+    }
+}
+
 /// The device of the current context.
 pub fn current_device() -> Option<i32> {
     let mut device = 0i32;

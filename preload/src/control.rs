@@ -7,7 +7,7 @@ use crate::imports::foreign;
 use crate::memory::{self, Exported};
 use crate::nccl::{moves, state};
 use crate::{contexts, driver, gate, idle, linked, process};
-use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, UNFILLED, nccl};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::cell::Cell;
@@ -229,7 +229,7 @@ impl Control<'_> {
                 self.go_on();
                 Ok(())
             }
-            (Request::Go { filled }, State::Away) => match memory::is_back(filled != 0) {
+            (Request::Go { filled }, State::Away) => match memory::is_back(filled != UNFILLED) {
                 true => {
                     memory::be_patient();
                     self.go_on();

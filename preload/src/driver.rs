@@ -64,6 +64,26 @@ all_symbols!(symbols);
 
 pub const SYMBOLS: usize = Symbol::Count as usize;
 
+/// Functions that this library calls and does not stand in front of. They are looked up ahead: a lookup waits for a thread
+/// that loads a library, which may itself wait at the gate.
+const OTHERS: [&CStr; 15] = [
+    c"cuCtxGetCurrent",
+    c"cuCtxGetDevice",
+    c"cuCtxPopCurrent_v2",
+    c"cuCtxPushCurrent_v2",
+    c"cuCtxSynchronize",
+    c"cuDeviceGetAttribute",
+    c"cuDevicePrimaryCtxGetState",
+    c"cuMemAddressFree",
+    c"cuMemAddressReserve",
+    c"cuStreamGetCtx",
+    c"cuStreamIsCapturing",
+    c"cuStreamIsCapturing_ptsz",
+    c"cuStreamQuery",
+    c"cuStreamQuery_ptsz",
+    c"cuThreadExchangeStreamCaptureMode",
+];
+
 /// How names of functions begin that enqueue work or touch GPU memory.
 const ENQUEUE: [&str; 12] = [
     "cuLaunch",
@@ -87,9 +107,14 @@ pub fn enqueues(name: &[u8]) -> bool {
         .any(|start| name.starts_with(start.as_bytes()))
 }
 
+/// The [`Symbol`] of this name, as a number.
+pub fn symbol(name: &[u8]) -> Option<usize> {
+    NAMES.iter().position(|known| known.to_bytes() == name)
+}
+
 /// Returns true for such a function that this library does not stand in front of.
 pub fn is_unknown(name: &[u8]) -> bool {
-    enqueues(name) && NAMES.iter().all(|known| known.to_bytes() != name)
+    enqueues(name) && symbol(name).is_none()
 }
 
 const fn c_name(name: &'static str) -> &'static CStr {
@@ -101,9 +126,10 @@ const fn c_name(name: &'static str) -> &'static CStr {
 
 /// The driver's library and its functions.
 struct Driver {
-    handle: usize,
     /// By [`Symbol`]; 0 where it has none.
     reals: [usize; SYMBOLS],
+    /// By [`OTHERS`].
+    others: [usize; OTHERS.len()],
 }
 
 /// The C library's `dlsym`, for the jump in this library's.
@@ -128,6 +154,18 @@ pub fn real_dlsym() -> unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut 
     unsafe { std::mem::transmute(found) }
 }
 
+/// What a lookup returns instead of null, which stands for the C library's own answer: no function is there.
+pub const MISSING: *mut c_void = std::ptr::without_provenance_mut(1);
+
+/// What a lookup in all loaded files would find without this library; null, and the C library's error, if nothing.
+///
+/// # Safety
+/// The name must be a C string.
+pub unsafe fn find_behind(name: *const c_char) -> *mut c_void {
+    // SAFETY: the caller vouches for it; what comes after a library depends on the caller, which is this one.
+    unsafe { real_dlsym()(libc::RTLD_NEXT, name) }
+}
+
 fn driver() -> Option<&'static Driver> {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     if let Some(driver) = DRIVER.get() {
@@ -142,10 +180,10 @@ fn driver() -> Option<&'static Driver> {
     Some(DRIVER.get_or_init(|| {
         let dlsym = real_dlsym();
         // SAFETY: a live handle, which is never closed, and C strings.
-        let reals = NAMES.map(|name| unsafe { dlsym(handle, name.as_ptr()) } as usize);
+        let find = |name: &CStr| unsafe { dlsym(handle, name.as_ptr()) } as usize;
         Driver {
-            handle: handle as usize,
-            reals,
+            reals: NAMES.map(find),
+            others: OTHERS.map(find),
         }
     }))
 }
@@ -160,12 +198,13 @@ pub fn reals() -> Option<&'static [usize; SYMBOLS]> {
     driver().map(|driver| &driver.reals)
 }
 
-/// A function of the driver's that this library does not stand in front of; 0 if there is none.
+/// A function of the driver's, one of those that this library calls; 0 if there is none.
 pub fn other(name: &CStr) -> usize {
-    // SAFETY: a live handle and a C string.
-    driver().map_or(0, |driver| unsafe {
-        real_dlsym()(driver.handle as *mut c_void, name.as_ptr()) as usize
-    })
+    let Some(driver) = driver() else { return 0 };
+    match OTHERS.iter().position(|other| *other == name) {
+        Some(at) => driver.others[at],
+        None => symbol(name.to_bytes()).map_or(0, |at| driver.reals[at]),
+    }
 }
 
 /// Calls the driver's own function.

@@ -9,7 +9,8 @@
 
 use crate::control;
 use crate::driver::{
-    Many, REAL_DLSYM, SYMBOLS, Symbol, address, call_many, enqueues, hooks, real, real_dlsym, reals,
+    MISSING, Many, REAL_DLSYM, SYMBOLS, Symbol, address, call_many, enqueues, find_behind, hooks,
+    real, real_dlsym, reals, symbol,
 };
 use crate::gate;
 use crate::hooks;
@@ -194,6 +195,14 @@ fn spares() -> [Many<c_int>; SPARE] {
     eight!(0 1 2 3 4 5 6 7)
 }
 
+/// Whether this stands in front of a function that the driver does not have: a lookup in all loaded files finds it, and a
+/// program that asks whether the driver has the function would call it.
+fn stands_alone(name: &[u8], found: *mut c_void) -> bool {
+    let has_none = |at: &usize| reals().is_none_or(|reals| reals[*at] == 0);
+    let mut own = symbol(name).into_iter().filter(has_none);
+    own.any(|at| in_front(at) == found)
+}
+
 /// What `dlsym` is to return instead of its own answer; null: its own.
 extern "C" fn lookup(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let dlsym = real_dlsym();
@@ -214,7 +223,14 @@ extern "C" fn lookup(handle: *mut c_void, name: *const c_char) -> *mut c_void {
         return std::ptr::null_mut();
     }
     // SAFETY: the program's own arguments.
-    let real = unsafe { dlsym(handle, name) };
+    let mut real = unsafe { dlsym(handle, name) };
+    if stands_alone(text, real) {
+        // SAFETY: as above.
+        real = unsafe { find_behind(name) };
+        if real.is_null() {
+            return MISSING;
+        }
+    }
     match real.is_null() {
         true => real,
         false => front_of(text, real),
@@ -236,13 +252,17 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
         "add rsp, 8",
         "pop rsi",
         "pop rdi",
-        "test rax, rax",
-        "jz 2f",
+        "cmp rax, {missing}",
+        "jb 2f",
+        "jne 3f",
+        "xor eax, eax",
+        "3:",
         "ret",
         "2:",
         "mov rax, qword ptr [rip + {real}]",
         "jmp rax",
         lookup = sym lookup,
+        missing = const 1, // MISSING
         real = sym REAL_DLSYM,
     )
 }

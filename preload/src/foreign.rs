@@ -1,19 +1,20 @@
 //! Records memory of other processes and multicast objects, as far as this process has them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Handles of the driver's, and the addresses at which they are mapped.
 #[derive(Debug)]
 struct KnownHandles {
     handles: BTreeSet<u64>,
-    mapped: BTreeSet<u64>,
+    /// Handles by address; 0: it has none.
+    mapped: BTreeMap<u64, u64>,
 }
 
 impl KnownHandles {
     const fn new() -> Self {
         Self {
             handles: BTreeSet::new(),
-            mapped: BTreeSet::new(),
+            mapped: BTreeMap::new(),
         }
     }
 
@@ -23,13 +24,13 @@ impl KnownHandles {
 
     fn map(&mut self, address: u64, handle: u64) {
         if self.handles.contains(&handle) {
-            self.mapped.insert(address);
+            self.mapped.insert(address, handle);
         }
     }
 
     fn unmap(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
-        self.mapped.retain(|at| !(address..end).contains(at));
+        self.mapped.retain(|at, _| !(address..end).contains(at));
     }
 }
 
@@ -63,14 +64,16 @@ impl Foreign {
         self.imports.handles.insert(handle);
     }
 
-    /// Notes that a handle is a multicast object's.
+    /// Notes that a handle is a multicast object's. One of another process may be mapped by then.
     pub fn note_multicast(&mut self, handle: u64) {
         self.multicast.handles.insert(handle);
+        let mapped = self.imports.mapped.iter().filter(|(_, of)| **of == handle);
+        self.multicast.mapped.extend(mapped);
     }
 
     /// Notes memory of another process that has an address and no handle.
     pub fn open(&mut self, address: u64) {
-        self.imports.mapped.insert(address);
+        self.imports.mapped.insert(address, 0);
     }
 
     /// Notes a mapping of a handle at an address.
@@ -113,7 +116,12 @@ mod tests {
             "it is mapped"
         );
         foreign.unmap(8192, 4096);
-        assert!(foreign.count() == 1 && !foreign.has_multicast());
+        assert!(
+            foreign.count() == 1 && foreign.has_multicast(),
+            "it was mapped before it was used"
+        );
+        foreign.unmap(4096, 4096);
+        assert!(foreign.count() == 0 && !foreign.has_multicast());
         foreign.open(16384);
         foreign.unmap(0, u64::MAX);
         assert_eq!(foreign.count(), 0);

@@ -6,6 +6,7 @@
 use crate::process::PerProcess;
 use rustix::thread::futex;
 use std::cell::Cell;
+use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -139,9 +140,16 @@ pub fn open() {
     let _ = futex::wake(&GATE, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
 }
 
-/// Streams of which a graph is being captured, by handle: each thread may have one of its own under the same. A capture
-/// cannot be interrupted.
-static CAPTURES: PerProcess<Vec<usize>> = PerProcess::new(Vec::new(), Vec::new());
+/// A stream of which a graph is being captured.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct CapturedStream {
+    /// Its handle: each thread may have a stream of its own under the same.
+    handle: usize,
+    context: usize,
+}
+
+/// A capture cannot be interrupted.
+static CAPTURES: PerProcess<Vec<CapturedStream>> = PerProcess::new(Vec::new(), Vec::new());
 static UNHELD: AtomicU32 = AtomicU32::new(0);
 
 /// Returns true while a graph is being captured on any stream.
@@ -149,15 +157,30 @@ pub fn is_capturing() -> bool {
     !CAPTURES.lock().is_empty()
 }
 
-/// Notes a capture of a stream that has begun.
-pub fn capture_began(stream: usize) {
+/// Begins a capture of a stream, and notes it before: what other threads do meanwhile could end it.
+pub fn capture(handle: usize, context: usize, begin: impl FnOnce() -> c_int) -> c_int {
+    let stream = CapturedStream { handle, context };
     CAPTURES.lock().push(stream);
+    let code = begin();
+    if code != 0 {
+        forget_capture(|one| *one == stream);
+    }
+    code
 }
 
 /// Notes that a stream is not captured any more, if it was.
-pub fn capture_ended(stream: usize) {
+pub fn capture_ended(handle: usize) {
+    forget_capture(|one| one.handle == handle);
+}
+
+/// Forgets the captures in a context that has ended: nobody will end them.
+pub fn context_ended(context: usize) {
+    CAPTURES.lock().retain(|one| one.context != context);
+}
+
+fn forget_capture(is_it: impl Fn(&CapturedStream) -> bool) {
     let mut captures = CAPTURES.lock();
-    if let Some(at) = captures.iter().position(|one| *one == stream) {
+    if let Some(at) = captures.iter().position(is_it) {
         captures.swap_remove(at);
     }
 }
@@ -182,16 +205,28 @@ mod tests {
         Instant::now() + Duration::from_millis(50)
     }
 
+    /// One test, for there is one list.
     #[test]
-    fn a_capture_ends_with_its_own_stream() {
+    fn a_capture_ends_with_its_own_stream_or_context() {
         let own = [0, 0, 7];
-        own.into_iter().for_each(capture_began);
+        for stream in own {
+            assert_eq!(capture(stream, 1, || i32::from(!is_capturing())), 0);
+        }
+        // It has begun already.
+        assert_eq!(capture(7, 1, || 401), 401);
         // One that is destroyed, and was not captured.
         capture_ended(8);
         for stream in own {
             assert!(is_capturing());
             capture_ended(stream);
         }
+        assert!(!is_capturing());
+        for (stream, context) in [(0, 1), (5, 1), (0, 2)] {
+            capture(stream, context, || 0);
+        }
+        context_ended(1);
+        assert!(is_capturing(), "that of another context");
+        context_ended(2);
         assert!(!is_capturing());
     }
 

@@ -245,7 +245,7 @@ hooks! {
             let code = real!(cuCtxDestroy_v2, context);
             if code == SUCCESS {
                 contexts::remove(context);
-                memory::free_all_of(context);
+                ended(context);
             }
             code
         })
@@ -296,7 +296,7 @@ fn warn_of_ipc() {
 
 /// Functions that free memory once a stream's work is done.
 macro_rules! free_async {
-    ($($name:ident $is_capturing:literal $synchronize:literal)*) => {$(
+    ($($name:ident $is_capturing:literal $query:literal)*) => {$(
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(address: usize, stream: usize) -> c_int {
             gate::pass(|| {
@@ -305,16 +305,16 @@ macro_rules! free_async {
                     let to = &raw mut capturing as usize;
                     contexts::other_call($is_capturing, [stream, to]) != SUCCESS || capturing != 0
                 };
-                let wait = || contexts::other_call($synchronize, [stream]);
-                let freed = memory::free_after(address as u64, is_captured, wait);
+                let query = || contexts::other_call($query, [stream]);
+                let freed = memory::free_after(address as u64, stream, is_captured, query);
                 freed.unwrap_or_else(|| real!($name, address, stream))
             })
         }
     )*};
 }
 free_async!(
-    cuMemFreeAsync c"cuStreamIsCapturing" c"cuStreamSynchronize"
-    cuMemFreeAsync_ptsz c"cuStreamIsCapturing_ptsz" c"cuStreamSynchronize_ptsz"
+    cuMemFreeAsync c"cuStreamIsCapturing" c"cuStreamQuery"
+    cuMemFreeAsync_ptsz c"cuStreamIsCapturing_ptsz" c"cuStreamQuery_ptsz"
 );
 
 /// Functions that make a context; the first argument is where its handle goes. `cuCtxCreate_v3` has the most, five.
@@ -341,7 +341,7 @@ macro_rules! end_context {
             gate::pass(|| {
                 let code = real!($name, device);
                 if let (SUCCESS, Some(context)) = (code, contexts::ended(device as i32)) {
-                    memory::free_all_of(context);
+                    ended(context);
                 }
                 code
             })
@@ -350,37 +350,42 @@ macro_rules! end_context {
 }
 end_context!(cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2);
 
-/// Functions that begin or end a capture of the stream that is their first argument.
-macro_rules! capture {
-    ($($name:ident $note:ident)*) => {$(
+/// Forgets what ends with a context.
+fn ended(context: usize) {
+    gate::context_ended(context);
+    memory::free_all_of(context);
+}
+
+/// Functions that begin a capture of a stream.
+macro_rules! begin_capture {
+    ($($name:ident)*) => {$(
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name(a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_int {
+        pub unsafe extern "C" fn $name(stream: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_int {
             gate::pass(|| {
-                let code = real!($name, a, b, c, d, e, f);
-                $note(code, a);
+                let context = contexts::of_stream(stream);
+                gate::capture(stream, context, || real!($name, stream, b, c, d, e, f))
+            })
+        }
+    )*};
+}
+begin_capture!(
+    cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz
+    cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
+);
+
+/// Functions that end one. A capture that has failed is over, too, but for one that another thread must end.
+macro_rules! end_capture {
+    ($($name:ident)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(stream: usize, graph: usize) -> c_int {
+            gate::pass(|| {
+                let code = real!($name, stream, graph);
+                if code != WRONG_THREAD {
+                    gate::capture_ended(stream);
+                }
                 code
             })
         }
     )*};
 }
-capture!(
-    cuStreamBeginCapture_v2 begun
-    cuStreamBeginCapture_v2_ptsz begun
-    cuStreamBeginCaptureToGraph begun
-    cuStreamBeginCaptureToGraph_ptsz begun
-    cuStreamEndCapture ended
-    cuStreamEndCapture_ptsz ended
-);
-
-fn begun(code: c_int, stream: usize) {
-    if code == SUCCESS {
-        gate::capture_began(stream);
-    }
-}
-
-/// A capture that has failed is over, too, but for one that another thread must end.
-fn ended(code: c_int, stream: usize) {
-    if code != WRONG_THREAD {
-        gate::capture_ended(stream);
-    }
-}
+end_capture!(cuStreamEndCapture cuStreamEndCapture_ptsz);

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 const UNIT: usize = 2 << 20;
 const OUT_OF_MEMORY: c_int = 2;
 const INVALID_VALUE: c_int = 1;
+const NOT_READY: c_int = 600;
 
 // cuda.h
 const PINNED: u32 = 1;
@@ -37,8 +38,8 @@ struct Block {
     reserved: usize,
     id: u64,
     context: usize,
-    /// The program has freed it during a capture.
-    late: bool,
+    /// The program has freed it, and the work in this context may still use it.
+    late: Option<usize>,
 }
 
 struct Memory {
@@ -115,7 +116,7 @@ fn create_physical(bytes: u64, properties: &Properties) -> Result<u64, c_int> {
 /// The same, and without RDMA if that is why it fails: another host's GPU may not have it.
 fn create_anywhere(bytes: u64, properties: &mut Properties) -> Result<u64, c_int> {
     let made = create_physical(bytes, properties);
-    if made.is_ok() || properties.rdma == 0 {
+    if made.is_ok() || made == Err(OUT_OF_MEMORY) || properties.rdma == 0 {
         return made;
     }
     let without = Properties {
@@ -216,7 +217,7 @@ impl Memory {
             reserved,
             id,
             context,
-            late: false,
+            late: None,
         };
         self.blocks.insert(address, block);
         Ok(address)
@@ -249,12 +250,13 @@ pub fn be_impatient() {
     memory().patient_until = None;
 }
 
-/// Makes an allocation that passes the gate; again while it finds no memory and the agent holds some. It waits outside of
-/// the gate, which a checkpoint may shut meanwhile.
+/// Makes an allocation that passes the gate; again while it finds no memory and some is freed late, or the agent holds
+/// some. It waits outside of the gate, which a checkpoint may shut meanwhile.
 pub fn patiently(allocate: impl Fn() -> c_int) -> c_int {
     loop {
         let until = memory().patient_until;
         match allocate() {
+            OUT_OF_MEMORY if gate::pass(free_late) => {}
             OUT_OF_MEMORY if until.is_some_and(|until| Instant::now() < until) => {
                 std::thread::sleep(Duration::from_millis(10));
             }
@@ -270,10 +272,7 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
         return None;
     }
     let device = contexts::current_device()?;
-    let mut made = memory().allocate(bytes, context, device);
-    if made == Err(OUT_OF_MEMORY) && free_late() {
-        made = memory().allocate(bytes, context, device);
-    }
+    let made = memory().allocate(bytes, context, device);
     match made {
         Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
         // A device that cannot do this, say.
@@ -285,61 +284,63 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
 /// `cuMemFree`; `None`: it is the driver's. As the driver's own function it waits for the work.
 pub fn free(address: u64) -> Option<c_int> {
     let block = block_at(address)?;
-    free_when(
-        address,
-        block,
-        || contexts::synchronize(block.context),
-        permitted,
-    )
+    let wait = || contexts::synchronize(block.context);
+    let code = free_when(address, block, wait, permitted, || block.context)?;
+    if code == 0 {
+        free_late();
+    }
+    Some(code)
 }
 
 /// `cuMemFreeAsync`, which CUDA allows for such memory, too; `None`: it is the driver's, as in a stream that is captured.
-/// `wait` is for the stream's work.
+/// It waits for nothing; `query` says whether the stream's work is done.
 pub fn free_after(
     address: u64,
+    stream: usize,
     is_captured: impl FnOnce() -> bool,
-    wait: impl FnOnce() -> c_int,
+    query: impl FnOnce() -> c_int,
 ) -> Option<c_int> {
     let block = block_at(address).filter(|_| !is_captured())?;
-    free_when(address, block, wait, || Ok(()))
+    let context = || contexts::of_stream(stream);
+    free_when(address, block, query, || NOT_READY, context)
 }
 
 fn block_at(address: u64) -> Option<Block> {
     memory().blocks.get(&address).copied()
 }
 
-/// Frees a block once `wait` says that its work is done. During a capture nothing can be waited for without ending it:
-/// if the call is permitted then, the block is freed later.
+/// Frees a block if its work is done, as `is_done` says, or later, once that `context` has no work. During a capture
+/// nothing can be asked without ending it, but `in_capture`.
 fn free_when(
     address: u64,
     block: Block,
-    wait: impl FnOnce() -> c_int,
-    permitted: impl FnOnce() -> Result<(), c_int>,
+    is_done: impl FnOnce() -> c_int,
+    in_capture: impl FnOnce() -> c_int,
+    context: impl FnOnce() -> usize,
 ) -> Option<c_int> {
-    if block.late {
+    if block.late.is_some() {
         return Some(INVALID_VALUE);
     }
-    if gate::is_capturing() {
-        let permitted = permitted();
-        if permitted.is_ok() {
+    let code = match gate::is_capturing() {
+        true => in_capture(),
+        false => is_done(),
+    };
+    match code {
+        0 => Some(memory().free(address)?.err().unwrap_or(0)),
+        NOT_READY => {
+            let context = context();
             let mut memory = memory();
-            memory.blocks.get_mut(&address)?.late = true;
+            memory.blocks.get_mut(&address)?.late = Some(context);
             memory.any_late = true;
+            Some(0)
         }
-        return Some(permitted.err().unwrap_or(0));
+        code => Some(code),
     }
-    let code = wait();
-    if code != 0 {
-        return Some(code);
-    }
-    let freed = memory().free(address)?;
-    free_late();
-    Some(freed.err().unwrap_or(0))
 }
 
-/// Whether this thread may free memory while a stream is captured. That depends on who captures and how, which the driver
-/// knows: it forbids the same for memory of its own.
-fn permitted() -> Result<(), c_int> {
+/// Whether this thread may free memory while a stream is captured: [`NOT_READY`]. That depends on who captures and how,
+/// which the driver knows: it forbids the same for memory of its own.
+fn permitted() -> c_int {
     let mut byte = 0u64;
     let made = driver_call(Symbol::cuMemAlloc_v2, [&raw mut byte as usize, 1]);
     let freed = match made {
@@ -347,38 +348,43 @@ fn permitted() -> Result<(), c_int> {
         Err(_) => Ok(()),
     };
     match made.and(freed) {
-        Err(code) if CAPTURE_ERRORS.contains(&code) => Err(code),
-        _ => Ok(()),
+        Err(code) if CAPTURE_ERRORS.contains(&code) => code,
+        _ => NOT_READY,
     }
 }
 
-/// Frees what the program has freed during a capture that has ended: where it waits for its work anyway, or wants memory.
-/// Returns true if it tried.
+/// Frees what the program has freed during a capture that has ended, or before its work was done: where it waits for
+/// its work anyway, or wants memory. Returns true if there is more memory now.
 fn free_late() -> bool {
     if gate::is_capturing() || !std::mem::take(&mut memory().any_late) {
         return false;
     }
     let late: Vec<(u64, usize)> = {
         let memory = memory();
-        let late = memory.blocks.iter().filter(|(_, block)| block.late);
-        late.map(|(at, block)| (*at, block.context)).collect()
+        let late = memory.blocks.iter();
+        late.filter_map(|(at, block)| Some((*at, block.late?)))
+            .collect()
     };
+    let mut any = false;
     for (address, context) in late {
         let waited = contexts::synchronize(context);
         let mut memory = memory();
         // Another thread may have done it, and the address may be another block's.
-        if memory.blocks.get(&address).is_some_and(|block| block.late) {
+        if memory.blocks.get(&address).and_then(|block| block.late) == Some(context) {
             let freed = (waited == 0).then(|| memory.free(address)).flatten();
-            memory.any_late |= !matches!(freed, Some(Ok(())));
+            let is_free = matches!(freed, Some(Ok(())));
+            memory.any_late |= !is_free;
+            any |= is_free;
         }
     }
-    true
+    any
 }
 
-/// Frees what `cuMemAlloc` made in a context that has ended.
+/// Frees what `cuMemAlloc` made in a context that has ended, and what waited for its work.
 pub fn free_all_of(context: usize) {
     let mut memory = memory();
-    let blocks = memory.blocks.iter().filter(|(_, b)| b.context == context);
+    let is_over = |b: &Block| b.context == context || b.late == Some(context);
+    let blocks = memory.blocks.iter().filter(|(_, b)| is_over(b));
     let addresses: Vec<u64> = blocks.map(|(address, _)| *address).collect();
     for address in addresses {
         memory.free(address);

@@ -94,9 +94,9 @@ fn reals() -> Option<&'static [usize; FUNCTIONS]> {
     Some(REALS.get_or_init(|| load(handle)))
 }
 
-/// Returns true if NCCL is loaded and has this function.
-pub fn has(function: Function) -> bool {
-    reals().is_some_and(|reals| reals[function as usize] != 0)
+/// Returns true if NCCL is loaded and has this function, by its [`Function`].
+pub fn has(function: usize) -> bool {
+    reals().is_some_and(|reals| reals[function] != 0)
 }
 
 thread_local! {

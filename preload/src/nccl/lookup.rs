@@ -1,9 +1,9 @@
 //! What a program gets that looks a function of NCCL's up.
 
 use super::calls;
-use super::library::{FUNCTIONS, NAMES, all_functions, real_of};
+use super::library::{FUNCTIONS, NAMES, all_functions, has, real_of};
 use super::state::state;
-use crate::driver::real_dlsym;
+use crate::driver::{MISSING, find_behind, real_dlsym};
 use crate::linked;
 use std::ffi::{c_char, c_void};
 
@@ -66,10 +66,10 @@ macro_rules! fronts {
 }
 all_functions!(fronts);
 
-/// What `dlsym` is to return for a name of NCCL's; null: its own answer.
+/// What `dlsym` is to return for a name of NCCL's; null: its own answer; [`MISSING`]: null.
 pub fn looked_up(handle: *mut c_void, name: *const c_char, text: &[u8]) -> *mut c_void {
     // SAFETY: the program's own arguments.
-    let real = unsafe { real_dlsym()(handle, name) };
+    let mut real = unsafe { real_dlsym()(handle, name) };
     if real.is_null() {
         return real;
     }
@@ -81,7 +81,15 @@ pub fn looked_up(handle: *mut c_void, name: *const c_char, text: &[u8]) -> *mut 
     };
     let front = in_front(at);
     if real == front {
-        return front;
+        if has(at) {
+            return front;
+        }
+        // A lookup in all loaded files, of what NCCL does not have.
+        // SAFETY: as above.
+        real = unsafe { find_behind(name) };
+        if real.is_null() {
+            return MISSING;
+        }
     }
     if real_of(at, real) == real as usize {
         return front;

@@ -281,7 +281,7 @@ fn make((comm, id): Fresh, until: Instant, late: &Mutex<bool>) -> Result<(), Rea
 /// `real` must stay where it is until the communicator is made.
 unsafe fn init(one: &Remake, id: UniqueId, real: *mut usize) -> c_int {
     let config = one.config.as_ref().map(Config::raw);
-    let has_config = library::has(Function::ncclCommInitRankConfig);
+    let has_config = library::has(Function::ncclCommInitRankConfig as usize);
     // SAFETY: the caller vouches for it; the configuration's texts live as long as `one`.
     unsafe {
         match config {

@@ -87,6 +87,11 @@ impl Card {
     }
 }
 
+/// [`Request::Go`]: what was allocated again has its contents. Agents before 2026-11-27 sent 0, and meant this.
+pub const FILLED: u64 = 1;
+/// [`Request::Go`]: it has none.
+pub const UNFILLED: u64 = 2;
+
 /// What the agent asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
@@ -104,7 +109,7 @@ pub enum Request {
     Allocate { from: u64, bytes: u64 },
     /// The contents of the piece at this place are in the GPU memory of the attached handle: copies them from there.
     TakeBack { offset: u64, bytes: u64 },
-    /// Lets the calls go on. All memory must be there; with `filled` not 0, what was allocated again has its contents.
+    /// Lets the calls go on. All memory must be there; `filled` is [`FILLED`] or [`UNFILLED`].
     Go { filled: u64 },
     /// Keeps the attached file, which holds the contents of all pieces.
     Keep,
@@ -452,7 +457,7 @@ mod tests {
             },
             Request::Release,
             Request::Allocate { from: 7, bytes: 8 },
-            Request::Go { filled: 1 },
+            Request::Go { filled: FILLED },
             Request::Keep,
             Request::Kept,
             Request::Fill,

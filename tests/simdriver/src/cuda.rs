@@ -93,6 +93,20 @@ impl Cuda {
         unsafe { libc::dlsym(self.0, name.as_ptr()) }
     }
 
+    /// The address of a symbol in any loaded file; without one, whether the linker tells of an error.
+    pub fn symbol_anywhere(name: &CStr) -> Result<*mut c_void, bool> {
+        // SAFETY: a C string; dlerror gives null or a C string.
+        let (found, error) = unsafe {
+            libc::dlerror();
+            let found = libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
+            (found, libc::dlerror())
+        };
+        match found.is_null() {
+            true => Err(!error.is_null()),
+            false => Ok(found),
+        }
+    }
+
     pub fn init(&self) -> CuOutcome<()> {
         call!(self, c"cuInit", 0)
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{Client, Machine};
 use cryopod_cuda::copy::{Copier, Imported, Way};
 use cryopod_cuda::preload::{Library, size};
-use cryopod_preload_wire::Request;
+use cryopod_preload_wire::{FILLED as HAS_CONTENTS, Request, UNFILLED};
 use cuda_sim::cuda::Cuda;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -55,8 +55,12 @@ fn hold(copier: &Copier, library: &Library) -> (Vec<u8>, Vec<Imported>) {
     (memory, pieces)
 }
 
-const FILLED: Request = Request::Go { filled: 1 };
-const GO: Request = Request::Go { filled: 0 };
+const FILLED: Request = Request::Go {
+    filled: HAS_CONTENTS,
+};
+const GO: Request = Request::Go { filled: UNFILLED };
+/// What agents sent before they said whether memory is filled.
+const OLD_GO: Request = Request::Go { filled: 0 };
 const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
@@ -124,7 +128,7 @@ fn memory_leaves_and_comes_back() {
             library.ask(GO, None, LIMIT).is_err(),
             "it may not be filled"
         );
-        library.ask(FILLED, None, LIMIT).unwrap();
+        library.ask(OLD_GO, None, LIMIT).unwrap();
         client.goes_on();
         assert!(same(&machine.held(client.pid), &before));
     }
@@ -224,15 +228,21 @@ fn memory_leaves_and_comes_back() {
 
     // Frees beside a capture, and questions about memory that is away: the client ends if one fails.
     for gpu in [0, 1] {
-        let flags = format!("--mib 32 --chunk-mib 16 --threads 3 --frees --gpus {gpu}");
+        let flags =
+            format!("--mib 32 --chunk-mib 16 --threads 3 --frees --gpus {gpu} --interval-ms 20");
         let client = self::client(&mut machine, &flags);
         let library = Library::of(client.pid).unwrap();
+        let before = machine.held(client.pid)[gpu];
         for _ in 0..3 {
             let mut memory = take_out(&copier, &library);
             client.stands_still();
             bring_back(&copier, &library, &mut memory);
             client.goes_on();
         }
+        common::wait_for("many frees", || client.ticks() > 50);
+        // What one round allocates.
+        let more = machine.held(client.pid)[gpu].saturating_sub(before);
+        assert!(more <= 6 << 20, "{more} bytes are not freed");
     }
 
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.

@@ -45,6 +45,9 @@ impl Communicators {
         let host = Host::system();
         let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
         let mut group = Group::settled(pids).map_err(unsupported)?;
+        if let Some((pid, why)) = group.multicast() {
+            return Err(unsupported(format!("process {pid}: {why}")));
+        }
         if !group.has_comms() {
             return Ok(NcclDone::default());
         }

@@ -15,10 +15,10 @@
 use super::Library;
 use crate::messages::protocol::{NcclDone, NcclStep};
 use crate::procfs;
-use cryopod_preload_wire::Request;
 use cryopod_preload_wire::nccl::{
     Clock, Comm, Fresh, Kind, Report, State, UNIQUE_ID, encode_clocks, encode_fresh,
 };
+use cryopod_preload_wire::{Reason, Request};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::time::{Duration, Instant};
@@ -205,6 +205,14 @@ impl Group {
         let live = |member: &Member| member.report.live().all(|c| c.state != State::Pending);
         let all = |(known, count): &(BTreeSet<u32>, u32)| known.len() >= *count as usize;
         self.members.iter().all(live) && self.ranks().values().all(all)
+    }
+
+    /// A process with a multicast object, and what to do: the driver's checkpoint of it would not end, whatever it is for.
+    pub fn multicast(&self) -> Option<(i32, String)> {
+        let why = Reason::Multicast.to_string();
+        let has = |member: &&Member| member.report.obstacles.contains(&why);
+        let pid = self.members.iter().find(has)?.pid;
+        Some((pid, why))
     }
 
     /// Why the communicators cannot be taken down and made again: process and reason.
@@ -477,6 +485,37 @@ mod tests {
     use super::*;
 
     const COMM: u64 = 5;
+
+    #[test]
+    fn multicast_without_a_communicator_is_found() {
+        let mut group = Group {
+            members: Vec::new(),
+        };
+        for (pid, obstacle) in [
+            (1, "a graph".to_owned()),
+            (2, Reason::Multicast.to_string()),
+        ] {
+            assert_eq!(group.multicast(), None);
+            let (_, socket) = cryopod_preload_wire::pair().unwrap();
+            let library = Library {
+                socket,
+                tid: 0,
+                spare: -1,
+            };
+            let obstacles = vec![obstacle];
+            let report = Report {
+                obstacles,
+                ..Report::default()
+            };
+            group.members.push(Member {
+                pid,
+                library,
+                report,
+            });
+        }
+        assert!(!group.has_comms() && group.obstacles().is_empty());
+        assert_eq!(group.multicast().unwrap().0, 2);
+    }
 
     fn clock(rank: u32, kind: Kind, count: u64) -> Clock {
         Clock {

@@ -27,7 +27,7 @@ use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
 use crate::vram::store::{Joining, VramFiles};
 use crate::vram::worker::State;
-use cryopod_preload_wire::Request;
+use cryopod_preload_wire::{FILLED, Request, UNFILLED};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -243,7 +243,7 @@ impl Preloads {
             }
             Err(error) => return Ok(TakenOut::LeftOut(told(&error).message)),
         };
-        let go = || library.ask(Request::Go { filled: 0 }, None, MARGIN);
+        let go = || library.ask(Request::Go { filled: UNFILLED }, None, MARGIN);
         if pieces.is_empty() {
             return Ok(match go() {
                 Ok(_) => TakenOut::Without,
@@ -339,7 +339,6 @@ impl Preloads {
         pid: i32,
         files: &Arc<VramFiles>,
     ) -> Result<Option<String>, DriverError> {
-        let released = library_of(pid)?.ask(Request::Release, None, RELEASE);
         let out = self.out();
         let Some((buffer, threads)) =
             (out.get(&pid)).and_then(|out| Some((out.buffer, out.later.as_ref()?.threads)))
@@ -347,7 +346,7 @@ impl Preloads {
             return Err(failed(ErrorKind::WrongState, "nothing of it is held"));
         };
         drop(out);
-        let Err(error) = released else {
+        let Err(error) = library_of(pid)?.ask(Request::Release, None, RELEASE) else {
             return Ok(None);
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
@@ -478,9 +477,9 @@ impl Preloads {
             copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
         let back = match library.is_away(limit) {
-            Ok(true) => fill_while_allocating(end, &held, &ask, &fill).map(|()| 1),
+            Ok(true) => fill_while_allocating(end, &held, &ask, &fill).map(|()| FILLED),
             // It has not released it, or has gone on by itself.
-            Ok(false) => Ok(0),
+            Ok(false) => Ok(UNFILLED),
             Err(error) => Err(told(&error)),
         };
         // Only the file that the process keeps may stay with it.
@@ -524,16 +523,17 @@ impl Preloads {
 
     /// Gives a process its GPU memory, which then outlives the agent: the file with it, or the pieces that are held.
     pub fn keep(&self, pid: i32, limit: Duration, files: &VramFiles) -> Result<(), DriverError> {
+        let library = library_of(pid)?;
         if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
             let handles = std::mem::take(&mut later.handles);
-            let alone = library_of(pid)?.go_on_alone(handles, None);
+            let alone = library.go_on_alone(handles, None);
             return alone.map_err(|error| told(&error));
         }
         let buffer = self.out().get(&pid).map(|out| out.buffer);
         let buffer =
             buffer.ok_or_else(|| failed(ErrorKind::WrongState, "its GPU memory is its own"))?;
         let file = files.file(buffer)?;
-        let kept = library_of(pid)?.ask(Request::Keep, Some(file.as_fd()), limit);
+        let kept = library.ask(Request::Keep, Some(file.as_fd()), limit);
         kept.map(drop).map_err(|error| told(&error))
     }
 }

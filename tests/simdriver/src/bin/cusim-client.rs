@@ -183,6 +183,9 @@ fn run(
             }
         }
     }
+    if args.frees {
+        look_up(&cuda)?;
+    }
     for _ in 0..args.threads {
         let first = gpus.first().copied().unwrap_or(0);
         let known = chunks.first().filter(|_| args.frees).map(|chunk| chunk.0);
@@ -233,6 +236,16 @@ fn run(
     }
     drop(leaked);
     Ok(())
+}
+
+/// What the driver lacks is nowhere, also where a library stands in front of its functions.
+fn look_up(cuda: &Cuda) -> Result<()> {
+    let name = c"cuMulticastBindAddr_v2";
+    match (cuda.symbol(name).is_null(), Cuda::symbol_anywhere(name)) {
+        (true, Ok(_)) => bail!("{name:?} is not the driver's"),
+        (true, Err(false)) => bail!("{name:?} is null without an error"),
+        _ => Ok(()),
+    }
 }
 
 /// Frees memory in a stream's order, and in another thread while this one captures. This one may not.
