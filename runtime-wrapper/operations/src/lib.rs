@@ -68,7 +68,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         .into_iter()
         .find(|(name, _)| called_as == Some(name.as_ref()));
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
-    let ctx = match context(args) {
+    let mut ctx = match context(args) {
         Ok(ctx) => ctx,
         Err((args, e)) => {
             // The log that the engine reads, if the command line names one.
@@ -107,16 +107,19 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if on_stop::is_kill_meanwhile(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
             let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
-            if other.as_ref().is_some_and(is_delete) {
+            if let Some(inv) = other.as_ref().filter(|inv| is_delete(inv)) {
                 // What a killed wrapper left of this container is in no state of the low-level runtime.
-                log::init(other.as_ref().map(|i| &i.globals));
+                log::init(Some(&inv.globals));
                 operation::sweep_dead();
+                if let Some(args) = waiting::forced_delete(&ctx, inv) {
+                    ctx.args = args;
+                }
                 match newest::delete(&ctx) {
                     Ok(None) => {}
                     Ok(Some(code)) => return code,
                     Err(e) => return fail(&e),
                 }
-                if let Some(gone) = other.as_ref().and_then(|inv| deleted_already(&ctx, inv)) {
+                if let Some(gone) = deleted_already(&ctx, inv) {
                     return fail(&gone);
                 }
             }

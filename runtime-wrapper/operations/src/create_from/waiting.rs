@@ -1,8 +1,9 @@
-//! Runs `start`, `state` and `kill` for a container that was created from a checkpoint and waits for its start.
+//! Runs `start`, `state`, `kill` and `delete` for a container that was created from a checkpoint and waits for its start.
 //!
 //! For the low-level runtime such a container is paused. For the engine it is `created`, and `start` lets it run. A
 //! file in the low-level runtime's own directory of the container tells them apart; it goes with the container.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -27,6 +28,21 @@ fn file(ctx: &Context, inv: &Invocation) -> PathBuf {
 /// Returns true if the verb is one that the wait changes, and the container waits.
 pub fn is_waiting_for_start(ctx: &Context, inv: &Invocation) -> bool {
     matches!(inv.verb, Verb::Start | Verb::State | Verb::Kill) && file(ctx, inv).exists()
+}
+
+/// The command line with `--force` if it is a `delete` of a container that waits: one that is `created` can be deleted, one
+/// that is paused cannot. containerd does so when its client goes away during the creation.
+pub fn forced_delete(ctx: &Context, inv: &Invocation) -> Option<Vec<OsString>> {
+    let [id] = ctx.args.get(inv.verb_at + 1..)? else {
+        return None;
+    };
+    let mut of = inv.clone();
+    of.id = id.to_str()?.to_owned();
+    file(ctx, &of).exists().then(|| {
+        let mut args = ctx.args.clone();
+        args.insert(inv.verb_at + 1, "--force".into());
+        args
+    })
 }
 
 /// Notes that the restored container waits.

@@ -119,4 +119,7 @@ done
 check 'the next one' created next
 check 'goes on' goes next
 check 'and is deleted' deleted next
+# As of any container that is only created. containerd does so if its client goes away meanwhile.
+check 'one that does not start' created unstarted
+check 'is deleted without force' cryopod-runtime delete manyunstarted
 check 'nothing is left' wait_for nothing_left
