@@ -142,7 +142,8 @@ wait_for counted vforks 1
 cat > /tmp/inside-vfork.sh <<S
 #!/bin/sh
 touch /srv/vfork/vfork
-until child=\$(pgrep -P $(pod inspect -f '{{.State.Pid}}' vforks)) && grep -q '^257 ' "/proc/\$child/syscall"; do sleep 0.05; done # openat(2)
+# openat(2); an earlier child is a zombie
+until cat \$(pgrep -P $(pod inspect -f '{{.State.Pid}}' vforks) | sed 's|.*|/proc/&/syscall|') < /dev/null 2> /dev/null | grep -q '^257 '; do sleep 0.05; done
 S
 chmod 755 /tmp/inside-vfork.sh
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != pre-dump ] || /tmp/inside-vfork.sh\n' > /tmp/stages.sh

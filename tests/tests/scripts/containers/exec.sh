@@ -44,7 +44,7 @@ check 'adopted by the init process' wait_for has
 check 'a checkpoint' checkpoint
 ended
 check 'a restore' pod container restore --import /tmp/c1.tar > /dev/null
-check 'it is back' has
+check 'it is back' wait_for has # CRIU gives it its command line last
 ended
 
 # In a restored container runc before 1.3 runs an exec in the host's time namespace, and crun without the seccomp profile. CRIU
