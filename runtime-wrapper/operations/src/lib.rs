@@ -81,6 +81,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         return main(&ctx);
     }
     match argv::decode(ctx.low.kind, &ctx.args) {
+        Some(inv) if waiting::is_waiting_for_start(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         Some(inv) if inv.verb == Verb::Checkpoint => {
             program::prefer_over_host(&ctx.config);
             run(&ctx, &inv, |ctx, inv| {
@@ -102,7 +103,6 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => {
             run(&ctx, &inv, create_from::run)
         }
-        Some(inv) if waiting::is_waiting_for_start(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         Some(inv) if on_stop::is_stop(&ctx, &inv) => run(&ctx, &inv, on_stop::run),
         Some(inv) if on_stop::is_kill_meanwhile(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {

@@ -1,4 +1,5 @@
-//! Runs `start`, `state`, `kill` and `delete` for a container that was created from a checkpoint and waits for its start.
+//! Runs `start`, `state`, `kill` and `delete` for a container that was created from a checkpoint and waits for its start, and
+//! refuses what would let it run before.
 //!
 //! For the low-level runtime such a container is paused. For the engine it is `created`, and `start` lets it run. A
 //! file in the low-level runtime's own directory of the container tells them apart; it goes with the container.
@@ -27,7 +28,18 @@ fn file(ctx: &Context, inv: &Invocation) -> PathBuf {
 
 /// Returns true if the verb is one that the wait changes, and the container waits.
 pub fn is_waiting_for_start(ctx: &Context, inv: &Invocation) -> bool {
-    matches!(inv.verb, Verb::Start | Verb::State | Verb::Kill) && file(ctx, inv).exists()
+    match inv.verb {
+        Verb::Start | Verb::State => file(ctx, inv).exists(),
+        Verb::Kill | Verb::Pause | Verb::Resume | Verb::Checkpoint => waits(ctx, inv),
+        _ => false,
+    }
+}
+
+/// Whether a container waits. The note alone may be left of a `start` that was killed in the middle.
+fn waits(ctx: &Context, inv: &Invocation) -> bool {
+    let tools = SystemTools::from_env();
+    file(ctx, inv).exists()
+        && ContainerState::ask(ctx, inv, &tools).is_some_and(|state| state.paused)
 }
 
 /// The command line with `--force` if it is a `delete` of a container that waits: one that is `created` can be deleted, one
@@ -38,7 +50,7 @@ pub fn forced_delete(ctx: &Context, inv: &Invocation) -> Option<Vec<OsString>> {
     };
     let mut of = inv.clone();
     of.id = id.to_str()?.to_owned();
-    file(ctx, &of).exists().then(|| {
+    waits(ctx, &of).then(|| {
         let mut args = ctx.args.clone();
         args.insert(inv.verb_at + 1, "--force".into());
         args
@@ -72,17 +84,32 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     match inv.verb {
         Verb::Start => start(ctx, inv, &tools),
         Verb::State => created(ctx, inv, &tools),
+        Verb::Pause | Verb::Resume | Verb::Checkpoint => {
+            let verb = ctx.args.get(inv.verb_at).and_then(|verb| verb.to_str());
+            Err(Error::Failed(format!(
+                "{} of {} refused: it was created from a checkpoint and has not been started; start it first",
+                verb.unwrap_or_default(),
+                inv.id
+            )))
+        }
         _ => kill(ctx, inv, &tools),
     }
 }
 
 fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
-    let resumed = verb(ctx, inv, "resume", tools)?;
-    if resumed.code != 0 {
+    let failed = match verb(ctx, inv, "resume", tools) {
+        Ok(resumed) if resumed.code == 0 => None,
+        Ok(resumed) => Some(resumed.stderr.trim().to_owned()),
+        Err(e) => Some(e.to_string()),
+    };
+    let state = ContainerState::ask(ctx, inv, tools);
+    // It may run all the same: thawed late, or by a `start` that was killed then.
+    if let Some(why) = failed
+        && state.as_ref().is_none_or(|state| state.paused)
+    {
         return Err(Error::Failed(format!(
-            "start of {}, created from a checkpoint, failed: {}",
-            inv.id,
-            resumed.stderr.trim()
+            "start of {}, created from a checkpoint, failed: {why}",
+            inv.id
         )));
     }
     let path = file(ctx, inv);
@@ -92,7 +119,7 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         let what = "the container runs, and its note cannot be removed";
         return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
-    if let Some(state) = ContainerState::ask(ctx, inv, tools) {
+    if let Some(state) = state {
         let spec = state.spec(ctx, inv);
         match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
             Ok(hooks) => hooks.poststart(state.init),
@@ -106,6 +133,10 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
 /// Prints the state, with `created` for `paused`.
 fn created(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
     let out = verb(ctx, inv, "state", tools)?;
+    let state: Option<Value> = serde_json::from_str(&out.stdout).ok();
+    if state.is_some_and(|state| state["status"] == "running") {
+        let _ = std::fs::remove_file(file(ctx, inv));
+    }
     print!("{}", as_created(&out));
     eprint!("{}", out.stderr);
     Ok(child::exit_code(out.code))

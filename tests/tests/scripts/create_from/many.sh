@@ -121,5 +121,9 @@ check 'goes on' goes next
 check 'and is deleted' deleted next
 # As of any container that is only created. containerd does so if its client goes away meanwhile.
 check 'one that does not start' created unstarted
+for verb in pause resume checkpoint; do
+    check "$verb: refused before its start" sh -c "! cryopod-runtime $verb manyunstarted 2> /tmp/said && grep -q 'has not been started; start it first' /tmp/said"
+done
+check 'it has not run' test ! -s /tmp/many/unstarted/out
 check 'is deleted without force' cryopod-runtime delete manyunstarted
 check 'nothing is left' wait_for nothing_left
