@@ -66,7 +66,7 @@ pub const SYMBOLS: usize = Symbol::Count as usize;
 
 /// Functions that this library calls and does not stand in front of. They are looked up ahead: a lookup waits for a thread
 /// that loads a library, which may itself wait at the gate.
-const OTHERS: [&CStr; 15] = [
+const OTHERS: [&CStr; 13] = [
     c"cuCtxGetCurrent",
     c"cuCtxGetDevice",
     c"cuCtxPopCurrent_v2",
@@ -79,8 +79,6 @@ const OTHERS: [&CStr; 15] = [
     c"cuStreamGetCtx",
     c"cuStreamIsCapturing",
     c"cuStreamIsCapturing_ptsz",
-    c"cuStreamQuery",
-    c"cuStreamQuery_ptsz",
     c"cuThreadExchangeStreamCaptureMode",
 ];
 

@@ -168,9 +168,12 @@ pub fn capture(handle: usize, context: usize, begin: impl FnOnce() -> c_int) -> 
     code
 }
 
-/// Notes that a stream is not captured any more, if it was.
-pub fn capture_ended(handle: usize) {
-    forget_capture(|one| one.handle == handle);
+/// Notes that a stream is not captured any more, if it was. Each thread has a default stream of the same handle.
+pub fn capture_ended(handle: usize, context: usize) {
+    let stream = CapturedStream { handle, context };
+    if !forget_capture(|one| *one == stream) {
+        forget_capture(|one| one.handle == handle);
+    }
 }
 
 /// Forgets the captures in a context that has ended: nobody will end them.
@@ -178,11 +181,10 @@ pub fn context_ended(context: usize) {
     CAPTURES.lock().retain(|one| one.context != context);
 }
 
-fn forget_capture(is_it: impl Fn(&CapturedStream) -> bool) {
+fn forget_capture(is_it: impl Fn(&CapturedStream) -> bool) -> bool {
     let mut captures = CAPTURES.lock();
-    if let Some(at) = captures.iter().position(is_it) {
-        captures.swap_remove(at);
-    }
+    let at = captures.iter().position(is_it);
+    at.map(|at| captures.swap_remove(at)).is_some()
 }
 
 /// Notes that the program has a function that may enqueue work and does not pass the gate.
@@ -215,10 +217,10 @@ mod tests {
         // It has begun already.
         assert_eq!(capture(7, 1, || 401), 401);
         // One that is destroyed, and was not captured.
-        capture_ended(8);
+        capture_ended(8, 1);
         for stream in own {
             assert!(is_capturing());
-            capture_ended(stream);
+            capture_ended(stream, 1);
         }
         assert!(!is_capturing());
         for (stream, context) in [(0, 1), (5, 1), (0, 2)] {

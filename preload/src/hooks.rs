@@ -236,7 +236,7 @@ hooks! {
     }
 
     fn cuStreamDestroy_v2(stream: usize) {
-        gate::capture_ended(stream);
+        gate::capture_ended(stream, contexts::of_stream(stream));
         real!(cuStreamDestroy_v2, stream)
     }
 
@@ -296,7 +296,7 @@ fn warn_of_ipc() {
 
 /// Functions that free memory once a stream's work is done.
 macro_rules! free_async {
-    ($($name:ident $is_capturing:literal $query:literal)*) => {$(
+    ($($name:ident $is_capturing:literal $synchronize:literal)*) => {$(
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(address: usize, stream: usize) -> c_int {
             gate::pass(|| {
@@ -305,16 +305,17 @@ macro_rules! free_async {
                     let to = &raw mut capturing as usize;
                     contexts::other_call($is_capturing, [stream, to]) != SUCCESS || capturing != 0
                 };
-                let query = || contexts::other_call($query, [stream]);
-                let freed = memory::free_after(address as u64, stream, is_captured, query);
+                // A free that waits for nothing would keep memory from allocations that are not this library's.
+                let wait = || contexts::other_call($synchronize, [stream]);
+                let freed = memory::free_after(address as u64, stream, is_captured, wait);
                 freed.unwrap_or_else(|| real!($name, address, stream))
             })
         }
     )*};
 }
 free_async!(
-    cuMemFreeAsync c"cuStreamIsCapturing" c"cuStreamQuery"
-    cuMemFreeAsync_ptsz c"cuStreamIsCapturing_ptsz" c"cuStreamQuery_ptsz"
+    cuMemFreeAsync c"cuStreamIsCapturing" c"cuStreamSynchronize"
+    cuMemFreeAsync_ptsz c"cuStreamIsCapturing_ptsz" c"cuStreamSynchronize_ptsz"
 );
 
 /// Functions that make a context; the first argument is where its handle goes. `cuCtxCreate_v3` has the most, five.
@@ -381,7 +382,7 @@ macro_rules! end_capture {
             gate::pass(|| {
                 let code = real!($name, stream, graph);
                 if code != WRONG_THREAD {
-                    gate::capture_ended(stream);
+                    gate::capture_ended(stream, contexts::of_stream(stream));
                 }
                 code
             })

@@ -38,7 +38,7 @@ struct Block {
     reserved: usize,
     id: u64,
     context: usize,
-    /// The program has freed it, and the work in this context may still use it.
+    /// The program has freed it during a capture, and the work in this context may still use it.
     late: Option<usize>,
 }
 
@@ -293,28 +293,28 @@ pub fn free(address: u64) -> Option<c_int> {
 }
 
 /// `cuMemFreeAsync`, which CUDA allows for such memory, too; `None`: it is the driver's, as in a stream that is captured.
-/// It waits for nothing; `query` says whether the stream's work is done.
+/// `wait` is for the stream's work.
 pub fn free_after(
     address: u64,
     stream: usize,
     is_captured: impl FnOnce() -> bool,
-    query: impl FnOnce() -> c_int,
+    wait: impl FnOnce() -> c_int,
 ) -> Option<c_int> {
     let block = block_at(address).filter(|_| !is_captured())?;
     let context = || contexts::of_stream(stream);
-    free_when(address, block, query, || NOT_READY, context)
+    free_when(address, block, wait, || NOT_READY, context)
 }
 
 fn block_at(address: u64) -> Option<Block> {
     memory().blocks.get(&address).copied()
 }
 
-/// Frees a block if its work is done, as `is_done` says, or later, once that `context` has no work. During a capture
-/// nothing can be asked without ending it, but `in_capture`.
+/// Frees a block once `wait` says that its work is done. During a capture nothing can be waited for without ending it: if
+/// `in_capture` permits the call, the block is freed later, when that `context` has no work.
 fn free_when(
     address: u64,
     block: Block,
-    is_done: impl FnOnce() -> c_int,
+    wait: impl FnOnce() -> c_int,
     in_capture: impl FnOnce() -> c_int,
     context: impl FnOnce() -> usize,
 ) -> Option<c_int> {
@@ -323,7 +323,7 @@ fn free_when(
     }
     let code = match gate::is_capturing() {
         true => in_capture(),
-        false => is_done(),
+        false => wait(),
     };
     match code {
         0 => Some(memory().free(address)?.err().unwrap_or(0)),
@@ -353,8 +353,8 @@ fn permitted() -> c_int {
     }
 }
 
-/// Frees what the program has freed during a capture that has ended, or before its work was done: where it waits for
-/// its work anyway, or wants memory. Returns true if there is more memory now.
+/// Frees what the program has freed during a capture that has ended: where it waits for its work anyway, or wants memory.
+/// Returns true if there is more memory now.
 fn free_late() -> bool {
     if gate::is_capturing() || !std::mem::take(&mut memory().any_late) {
         return false;

@@ -1,7 +1,6 @@
 //! The exported calls about stream captures: nothing is recorded, but what a capture forbids is an error.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
@@ -19,7 +18,6 @@ struct StreamCapture {
     thread: ThreadId,
 }
 
-static QUERIES: AtomicU32 = AtomicU32::new(0);
 static CAPTURES: Mutex<Vec<StreamCapture>> = Mutex::new(Vec::new());
 
 fn captures() -> MutexGuard<'static, Vec<StreamCapture>> {
@@ -59,11 +57,7 @@ exports! {
     }));
     fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_int) =
         put(status, api(|_| Ok(captures().iter().any(|c| c.stream == stream.addr()).into())));
-    /// Every other time it is busy, so that both ways are tried.
-    fn cuStreamQuery(_stream: *mut c_void) = code(api(|_| match QUERIES.fetch_add(1, Relaxed) % 2 {
-        0 => Ok(()),
-        _ => Err(CUDA_ERROR_NOT_READY),
-    }));
+    fn cuStreamSynchronize(_stream: *mut c_void) = code(api(|_| Ok(())));
     fn cuMemFreeAsync(ptr: CuDevicePtr, _stream: *mut c_void) = code(api(|i| memory::free(i, ptr)));
     fn cuPointerGetAttribute(data: *mut c_uint, attribute: c_uint, ptr: CuDevicePtr) = match attribute {
         2 => put(data, api(|i| memory::locate(i, ptr, 1).map(|_| 2))), // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: device
