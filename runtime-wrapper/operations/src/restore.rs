@@ -136,7 +136,7 @@ fn restore(
         links.put_back();
     }
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd, is_ours);
-    if is_free && result.is_err() {
+    if is_free && is_ours && result.is_err() {
         // crun keeps the state of a failed restore, and a failed `create` leaves nothing.
         state::remove(ctx, inv, &request.tools);
     }

@@ -24,7 +24,7 @@ use crate::run::runtime_log::RuntimeLog;
 use crate::security::lsm;
 
 /// How long the processes of a failed restore may take to exit.
-const EXIT_LIMIT: Duration = Duration::from_secs(30);
+const EXIT_LIMIT: Duration = Duration::from_secs(10);
 
 /// A runtime that a signal ended has an exit code above, and CRIU goes on without it.
 const SIGNALED: i32 = 128;

@@ -14,7 +14,7 @@ use cryopod_host::files::{Host, if_there, read_bounded};
 use cryopod_host::limited::wait_until;
 use cryopod_host::spec::Spec;
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
 /// crun's own cgroup in that of a container which it restores, where systemd or version 1 manages cgroups.
 const OF_CRUN: &str = ".proxy-crun";

@@ -33,7 +33,7 @@ const WRAPPER: &str = "cryopod-runtime";
 const ROUNDS: usize = 20;
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long they may take to exit.
-const EXIT_LIMIT: Duration = Duration::from_secs(30);
+const EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// What a restore leaves behind if it is killed.
 #[derive(Debug)]
