@@ -206,8 +206,8 @@ fn place(
 /// names. Nodes that NVIDIA's older hook makes are in no spec, all of them.
 fn is_given(gpu: &GpuFacts, node: &DeviceNode) -> bool {
     let is_named = |n: &DeviceNode| n.source != NodeSource::Live;
-    let mut ours = gpu.nodes.iter().filter(|n| n.vendor == node.vendor);
-    is_named(node) || node.allowed || !ours.any(is_named)
+    let is_gpu = |n: &&DeviceNode| n.vendor == node.vendor && n.role == NodeRole::Gpu;
+    is_named(node) || node.allowed || !gpu.nodes.iter().filter(is_gpu).any(is_named)
 }
 
 /// Returns true if this host's node belongs to a GPU that replaces some GPU. A node that is no GPU's always counts, and
