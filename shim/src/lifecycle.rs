@@ -201,6 +201,12 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
     {
         criu::end(&criu::directories(bundle, ""));
     }
+    // containerd died before the container was created. Without this file, which `create` writes, the stock shim refuses, and
+    // the bundle stays.
+    let file = bundle.join("runtime");
+    if !flags.id.is_empty() && !file.exists() {
+        let _ = fs::write(file, runtime.as_os_str().as_encoded_bytes());
+    }
     let said = stock::run(args, &env, &[])?;
     if !flags.id.is_empty() {
         let root = record.as_ref().and_then(|r| r.root.as_deref());

@@ -97,7 +97,9 @@ one() { # WHO WHAT AFTER
         for pid in $(stock_shim job); do kill -KILL "$pid"; done
         wait_for nothing && return
     fi
-    ls /run/containerd/runc/default /run/containerd/io.containerd.runtime.v2.task/default
+    ls -lR /run/containerd/runc/default /run/containerd/io.containerd.runtime.v2.task/default
+    tail -n "+$line" /tmp/containerd.log | grep -v -e 'loading plugin' -e 'cri plugin with config'
+    cat /tmp/said
     grep runtime.v2.task /proc/mounts
     shims
     return 1
