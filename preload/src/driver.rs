@@ -66,7 +66,7 @@ pub const SYMBOLS: usize = Symbol::Count as usize;
 
 /// Functions that this library calls and does not stand in front of. They are looked up ahead: a lookup waits for a thread
 /// that loads a library, which may itself wait at the gate.
-const OTHERS: [&CStr; 13] = [
+const OTHERS: [&CStr; 15] = [
     c"cuCtxGetCurrent",
     c"cuCtxGetDevice",
     c"cuCtxPopCurrent_v2",
@@ -79,6 +79,8 @@ const OTHERS: [&CStr; 13] = [
     c"cuStreamGetCtx",
     c"cuStreamIsCapturing",
     c"cuStreamIsCapturing_ptsz",
+    c"cuStreamSynchronize",
+    c"cuStreamSynchronize_ptsz",
     c"cuThreadExchangeStreamCaptureMode",
 ];
 
@@ -201,7 +203,11 @@ pub fn other(name: &CStr) -> usize {
     let Some(driver) = driver() else { return 0 };
     match OTHERS.iter().position(|other| *other == name) {
         Some(at) => driver.others[at],
-        None => symbol(name.to_bytes()).map_or(0, |at| driver.reals[at]),
+        None => {
+            let at = symbol(name.to_bytes());
+            debug_assert!(at.is_some(), "{name:?} is in no list");
+            at.map_or(0, |at| driver.reals[at])
+        }
     }
 }
 
