@@ -115,7 +115,7 @@ pub fn retain_living(host: &Host, pids: &mut Vec<i32>) {
     pids.retain(|pid| is_alive(host, *pid));
 }
 
-/// Returns true if there is such a process, and it neither ends nor is a zombie nor has been killed: on a busy machine a
+/// Returns true if there is such a process, and it is no zombie, is not exiting and was not killed. On a busy machine a
 /// killed process is there for a while as if nothing had happened.
 pub fn is_alive(host: &Host, pid: i32) -> bool {
     Stat::read(host, pid).is_some_and(|stat| !stat.exiting && !stat.kill_pending)

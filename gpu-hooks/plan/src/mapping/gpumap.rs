@@ -71,7 +71,7 @@ impl Choice {
 }
 
 /// Returns the GPUs to choose from: those that the engine's spec names or, where it names none, lets the container
-/// open. Those that the device rules let it open beside them count if the checkpoint has them in the same way. Where the
+/// open. One that only the device rules let it open counts if it was so at the checkpoint, too. Where the
 /// ceiling allows others (podman repeats the archive's own spec), a spec that names the old container's
 /// GPUs, or none, sets no limit.
 pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {

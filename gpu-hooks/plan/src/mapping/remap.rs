@@ -202,8 +202,8 @@ fn place(
     Some((target, native))
 }
 
-/// Returns true unless the container could not open the node: NVIDIA's library makes nodes beside those that the spec
-/// names. Nodes that NVIDIA's older hook makes are in no spec, all of them.
+/// Returns true if the container could open the node. NVIDIA's library makes nodes beside those that the spec names, which
+/// it cannot open. Where NVIDIA's older hook made the nodes, the spec names none of them.
 fn is_given(gpu: &GpuFacts, node: &DeviceNode) -> bool {
     let is_named = |n: &DeviceNode| n.source != NodeSource::Live;
     let is_gpu = |n: &&DeviceNode| n.vendor == node.vendor && n.role == NodeRole::Gpu;
