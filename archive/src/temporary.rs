@@ -5,12 +5,16 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
 
 use cryopod_host::files::if_there;
 use nix::fcntl::{Flock, FlockArg};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use tempfile::Builder;
+
+use crate::format::limits::threads_or_cores;
 
 /// Attempts to lock a new one before another process takes it for a leftover.
 const TRIES: usize = 100;
@@ -89,16 +93,55 @@ impl Drop for Temporary {
     }
 }
 
+/// Files of at least this size are removed at the same time.
+const LARGE: u64 = 64 << 20;
+
 /// Removes a file or a directory. Says so if it cannot.
 pub fn remove(path: &Path) {
     let removed = match fs::symlink_metadata(path) {
-        Ok(meta) if meta.is_dir() => fs::remove_dir_all(path),
+        Ok(meta) if meta.is_dir() => {
+            remove_files(&large_files(path));
+            fs::remove_dir_all(path)
+        }
         Ok(_) => fs::remove_file(path),
         Err(e) => Err(e),
     };
     if let Err(e) = if_there(removed) {
         tracing::warn!("{}: cannot be removed: {e}", path.display());
     }
+}
+
+/// Finds the large files of a directory and of those in it.
+fn large_files(dir: &Path) -> Vec<PathBuf> {
+    let (mut large, mut below) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = below.pop() {
+        for item in fs::read_dir(dir).into_iter().flatten().flatten() {
+            match item.metadata() {
+                Ok(meta) if meta.is_dir() => below.push(item.path()),
+                Ok(meta) if meta.is_file() && meta.len() >= LARGE => large.push(item.path()),
+                _ => {}
+            }
+        }
+    }
+    large
+}
+
+/// Removes files with as many threads as there are cores: one takes a second for the pages of 20 GB on a tmpfs. What it
+/// cannot remove stays.
+pub(crate) fn remove_files(files: &[PathBuf]) {
+    let next = AtomicUsize::new(0);
+    let each = || {
+        while let Some(path) = files.get(next.fetch_add(1, Relaxed)) {
+            let _ = fs::remove_file(path);
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..files.len().min(threads_or_cores(0)) {
+            // Without a thread it takes longer.
+            let _ = thread::Builder::new().spawn_scoped(scope, each);
+        }
+        each();
+    });
 }
 
 /// Locks what this user's processes that have died have left in a directory.
@@ -137,6 +180,25 @@ pub(crate) fn abandoned(path: &Path) -> Option<Flock<File>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn large_files_are_removed_and_what_links_point_at_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let [gone, stays] = ["gone", "stays"].map(|name| dir.path().join(name));
+        for dir in [&gone.join("a/b"), &stays] {
+            fs::create_dir_all(dir).unwrap();
+            for name in ["1", "2", "3"] {
+                let file = File::create(dir.join(name)).unwrap();
+                file.set_len(LARGE).unwrap();
+            }
+        }
+        std::os::unix::fs::symlink(&stays, gone.join("a/link")).unwrap();
+        std::os::unix::fs::symlink(stays.join("1"), gone.join("link")).unwrap();
+        assert_eq!(large_files(&gone).len(), 3);
+        remove(&gone);
+        assert!(!gone.exists());
+        assert_eq!(fs::read_dir(&stays).unwrap().count(), 3);
+    }
 
     #[test]
     fn they_are_the_owners_alone_and_leftovers_once_he_is_dead() {

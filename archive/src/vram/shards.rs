@@ -4,15 +4,14 @@ use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
 
 use cryopod_host::files::{create_private, sync_directory};
 
+use super::VramError;
 use super::index::{MAX_SHARDS, VramIndex};
-use super::{VramError, usual_threads};
 use crate::format::names;
+use crate::temporary::remove_files;
 
 /// The shards being written; each thread appends to its own.
 pub(super) struct Shards<'a> {
@@ -139,20 +138,7 @@ pub fn remove(dir: &Path) {
     let all = all.map(|entry| entry.path());
     let is_shard = |path: &PathBuf| path.to_str().is_some_and(names::is_vram_shard);
     let there: Vec<PathBuf> = all.filter(is_shard).collect();
-    let next = AtomicUsize::new(0);
-    let each = || {
-        while let Some(path) = there.get(next.fetch_add(1, Relaxed)) {
-            let _ = fs::remove_file(path);
-        }
-    };
-    // The kernel frees a file's pages meanwhile: one thread takes a second for 20 GB on a tmpfs.
-    thread::scope(|scope| {
-        for _ in 1..there.len().min(usual_threads()) {
-            // Without a thread it takes longer.
-            let _ = thread::Builder::new().spawn_scoped(scope, each);
-        }
-        each();
-    });
+    remove_files(&there);
 }
 
 fn create(path: &Path) -> Result<File, VramError> {
