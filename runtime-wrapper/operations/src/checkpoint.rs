@@ -209,7 +209,8 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
         }
         let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
         let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
-        let ended = child::attend(low, args, stderr)?;
+        let limit = Duration::from_secs(request.config().limits.checkpoint_s);
+        let ended = child::attend_checkpoint(low, args, stderr, limit)?;
         if ended.code != 0 {
             if !state.paused {
                 frozen::thaw_left(&request.host, &request.spec, state.init);
@@ -255,7 +256,15 @@ fn failed(request: &Request<'_>, state: &ContainerState, why: &str) -> String {
         false => "the container is no longer running",
     };
     let id = request.id();
-    format!("checkpoint of {id} failed and {container}: {why}")
+    let mut told = format!("checkpoint of {id} failed and {container}: {why}");
+    // CRIU writes it last.
+    if !alive(&request.host, state) && request.images.join(names::CRIU_INVENTORY).exists() {
+        let images = request.images.display();
+        told.push_str(&format!(
+            "; CRIU's images in {images} are complete: a restore brings it back"
+        ));
+    }
+    told
 }
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU

@@ -29,6 +29,39 @@ pod inspect -f '{{.State.Pid}}' c1 > /tmp/init
 if PATH=/tmp/killed:$PATH pod container checkpoint c1 > /tmp/said 2>&1; then exit 1; fi
 grep "the container goes on running" /tmp/said
 wait_for counted c1 $(($(count c1) + 5))
+# A low-level runtime that is killed in the middle: its CRIU works on. What is said is true when CRIU has ended.
+mkdir /tmp/slow
+cat > /tmp/slow/criu << 'END'
+#!/bin/bash
+PATH=${PATH#*:}
+if [ "$(cat /proc/$PPID/comm)" = podman ]; then exec criu "$@"; fi
+CRIU_CONFIG_FILE=/tmp/slow/conf exec criu "$@"
+END
+cat > /tmp/slow/wait << 'END'
+#!/bin/bash
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+touch /tmp/reached
+until [ -e /tmp/go-on ]; do sleep 0.05; done
+END
+echo 'action-script /tmp/slow/wait' > /tmp/slow/conf
+chmod +x /tmp/slow/{criu,wait}
+PATH=/tmp/slow:$PATH pod container checkpoint c1 > /tmp/said 2>&1 &
+engine=$!
+wait_for test -e /tmp/reached
+pkill -KILL -x "$low" -P "$(pgrep -x cryopod-runtime)"
+sleep 1 # time to say something too early; the check is after CRIU's end
+touch /tmp/go-on
+if wait $engine; then exit 1; fi
+if grep "the container goes on running" /tmp/said; then
+    wait_for counted c1 $(($(count c1) + 5))
+else
+    grep "the container is no longer running.*are complete: a restore brings it back" /tmp/said
+    before=$(count c1)
+    pod container restore c1 > /dev/null
+    wait_for counted c1 $((before + 5))
+    pod logs c1 > /tmp/numbers
+    seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
+fi
 # A zombie that CRIU has restored has CRIU's privileges, and does not keep the container from another checkpoint.
 pod run -d --name c2 --network none localhost/busybox sh -c '(exit 0) & exec tail -f /dev/null' > /dev/null
 zombies() { pgrep -r Z -P "$(pod inspect -f '{{.State.Pid}}' c2)"; }

@@ -41,6 +41,8 @@ const INTERRUPTS: [Signal; 4] = [
 ];
 /// What to tell of a CRIU that was killed.
 pub const CRIU_KILLED: &str = "CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one";
+/// Interval between two looks for a CRIU whose runtime has died.
+const ORPHAN_PAUSE: Duration = Duration::from_millis(50);
 /// Signals that are only forwarded.
 const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
@@ -277,6 +279,36 @@ pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutc
     })
 }
 
+/// [`attend`] for a checkpoint: when the runtime has died, CRIU works on, and may yet end the container. Waits as long as
+/// `limit` for it.
+pub fn attend_checkpoint(
+    low: &LowLevel,
+    args: &[OsString],
+    stderr: File,
+    limit: Duration,
+) -> Result<RunOutcome, Error> {
+    // As its reaper this process can wait for it.
+    let _ = prctl::set_child_subreaper(true);
+    let ended = attend(low, args, stderr)?;
+    let deadline = Instant::now() + limit;
+    while orphaned_criu() && Instant::now() < deadline {
+        std::thread::sleep(ORPHAN_PAUSE);
+    }
+    Ok(ended)
+}
+
+/// Reaps what has ended. Returns true if a CRIU is still below this process.
+fn orphaned_criu() -> bool {
+    while waitpid(None, Some(WaitPidFlag::WNOHANG)).is_ok_and(|status| status.pid().is_some()) {}
+    criu_below(this_process())
+}
+
+fn criu_below(parent: i32) -> bool {
+    live::tree(&Host::system(), parent)
+        .into_iter()
+        .any(|pid| pid != parent && is_criu(pid))
+}
+
 /// As [`RunOutcome::code`].
 fn exit_of(status: ExitStatus) -> i32 {
     let by_signal = status.signal().map(|signal| 128 + signal);
@@ -446,11 +478,7 @@ impl Watcher<'_> {
     /// Returns true if CRIU still works after the runtime's end. Only for a checkpoint, where this process is the
     /// reaper.
     fn orphans(&self) -> bool {
-        let me = this_process();
-        self.watch.kind.is_checkpoint()
-            && live::tree(&Host::system(), me)
-                .into_iter()
-                .any(|pid| pid != me && is_criu(pid))
+        self.watch.kind.is_checkpoint() && criu_below(this_process())
     }
 
     fn signal(&mut self, signal: Signal) {
