@@ -136,6 +136,11 @@ def daemon_up(name):
     probe = ["ctr", "version"] if name == "containerd" else ["docker", "version"]
     if not until(lambda: run(*probe, limit=20)[0] == 0, 120):
         raise Violation(f"{name} does not come up")
+    # dockerd looks for a new containerd twice a second, and refuses what it is asked meanwhile.
+    parts = ["docker", "version", "--format", "{{range .Server.Components}}{{.Name}} {{end}}"]
+    docker = daemons.get("dockerd")
+    if docker and docker.poll() is None and not until(lambda: "containerd" in run(*parts, limit=20)[1], 120):
+        raise Violation("dockerd does not find containerd")
 
 
 def revive():
