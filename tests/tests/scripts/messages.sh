@@ -70,7 +70,7 @@ mkdir /tmp/bin /tmp/full
 fails() { # TITLE WANT [FLAG...]
     if PATH=/tmp/bin:$PATH cryopod-runtime --log /tmp/log.json --log-format json checkpoint --image-path "${to:-/tmp/i5}" --work-path /tmp/w "${@:3}" c1 > /tmp/said 2>&1; then echo "$1: checkpointed"; exit 1; fi
     head -n 1 /tmp/said | grep -q "^cryopod: .*$2" || { echo "$1:"; cat /tmp/said; exit 1; }
-    [ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+    [ "$(cryopod-runtime state c1 2> /dev/null | jq -r .status)" = "${then:-running}" ]
     echo "ok: $1"
 }
 at_stage() { # STAGE COMMAND
@@ -110,8 +110,12 @@ for devices in '[]' '[{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
     if [ "$devices" != '[]' ] && cryopod verify -q /tmp/end 2> /dev/null; then echo 'complete without metadata'; exit 1; fi
     rm -rf /tmp/end
     at_stage network-lock "kill -KILL \$(ps -o ppid= -p \$PPID)"
-    fails 'the runtime is killed in the middle' "$low was ended by SIGKILL"
+    case $low$devices in # crun's CRIU asks nobody, and goes on to the end
+    'crun[]') to=/tmp/end then=stopped fails 'the runtime is killed in the middle' "no longer running: $low was ended by SIGKILL.*are complete" ;;
+    *) fails 'the runtime is killed in the middle' "$low was ended by SIGKILL" ;;
+    esac
     wait_for sh -c '! pgrep -x criu > /dev/null' # its log is the next one's
     cp /tmp/criu.conf /etc/criu/default.conf
+    rm -rf /tmp/end
     cryopod-runtime delete --force c1
 done
