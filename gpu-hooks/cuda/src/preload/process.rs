@@ -13,7 +13,7 @@ pub mod kept;
 mod later;
 
 use self::ahead::Ahead;
-use self::held::{Awaited, Held, Release, Room};
+use self::held::{Held, Room};
 use self::kept::Kept;
 use super::{Library, size};
 use crate::copy::{Gpus, Imported, Piece, Way};
@@ -459,11 +459,9 @@ impl Preloads {
             let copier = self.gpus.copier()?;
             copier.copy(pieces, memory, Way::Out(&|_| {}), threads)
         };
-        let release = Release::new();
         let held = Held::new(
             held,
             later.as_ref().map(|_| &put_away as &held::PutAway<'_>),
-            &release,
         );
         let ready = |bytes| match buffer.or(own) {
             Some(id) => files.has_been_read(id, bytes, limit),
@@ -505,10 +503,7 @@ impl Preloads {
             (Some(buffer), Some(later)) => {
                 self.copy_later(Some(library), buffer, held.left(), file, later, files);
             }
-            _ => release.let_go(Awaited {
-                pieces: held.left(),
-                library: Some(library),
-            }),
+            _ => library.let_go(),
         }
         Ok(())
     }
@@ -641,9 +636,7 @@ mod tests {
             filled.lock().unwrap().extend(offsets);
             Ok(())
         };
-        let release = Release::new();
-        let held = Held::new(Vec::new(), None, &release);
-        fill_while_allocating(16 << 30, &held, &ask, &fill).unwrap();
+        fill_while_allocating(16 << 30, &Held::new(Vec::new(), None), &ask, &fill).unwrap();
         assert_eq!(*asked.lock().unwrap(), [0, 4 << 30, 8 << 30, 15 << 30]);
         assert_eq!(*filled.lock().unwrap(), [9]);
     }

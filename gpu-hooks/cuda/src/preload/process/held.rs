@@ -2,15 +2,14 @@
 
 use super::{DriverError, ErrorKind};
 use crate::copy::{Copier, Imported, Piece};
-use crate::preload::Library;
 use cryopod_preload_wire::Request;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long to wait for room beside what is held, and how often to look.
 const FOR_ROOM: Duration = Duration::from_millis(500);
-const TICK: Duration = Duration::from_millis(1);
+const TICK: Duration = Duration::from_millis(10);
 
 /// Copies pieces to where their contents belong in host memory.
 pub(super) type PutAway<'a> = dyn Fn(&[Imported]) -> Result<(), DriverError> + Sync + 'a;
@@ -64,41 +63,6 @@ impl Drop for Taken {
     }
 }
 
-/// Pieces, and the library whose process waits for their memory: it is told when they are dropped.
-pub(super) struct Awaited {
-    pub(super) pieces: Vec<Imported>,
-    pub(super) library: Option<Library>,
-}
-
-impl Drop for Awaited {
-    fn drop(&mut self) {
-        self.pieces.clear();
-        if let Some(library) = &self.library {
-            library.let_go();
-        }
-    }
-}
-
-/// Lets go of pieces in a thread of its own: the driver takes twice as long to free a GiB as to allocate and fill one.
-pub(super) struct Release(Option<mpsc::Sender<Awaited>>);
-
-impl Release {
-    pub(super) fn new() -> Self {
-        let (sender, awaited) = mpsc::channel();
-        let thread = std::thread::Builder::new().name("release".into());
-        let begun = thread.spawn(move || awaited.into_iter().for_each(drop));
-        Self(begun.is_ok().then_some(sender))
-    }
-
-    /// Lets go of these after those before. Without a thread, at once.
-    pub(super) fn let_go(&self, awaited: Awaited) {
-        if let Some(sender) = &self.0 {
-            // What cannot be sent is dropped here.
-            let _ = sender.send(awaited);
-        }
-    }
-}
-
 /// Pieces that are on the GPU with their contents.
 pub(super) struct Held<'a> {
     /// Those that no other memory has been filled from, by place.
@@ -108,15 +72,10 @@ pub(super) struct Held<'a> {
     any: bool,
     /// Nothing else has the contents: before a piece is let go of, it is put away.
     put_away: Option<&'a PutAway<'a>>,
-    release: &'a Release,
 }
 
 impl<'a> Held<'a> {
-    pub(super) fn new(
-        pieces: Vec<Imported>,
-        put_away: Option<&'a PutAway<'a>>,
-        release: &'a Release,
-    ) -> Self {
+    pub(super) fn new(pieces: Vec<Imported>, put_away: Option<&'a PutAway<'a>>) -> Self {
         let any = !pieces.is_empty();
         let by_place = pieces.into_iter().map(|piece| (piece.place(), piece));
         Self {
@@ -124,7 +83,6 @@ impl<'a> Held<'a> {
             used: Mutex::default(),
             any,
             put_away,
-            release,
         }
     }
 
@@ -165,12 +123,8 @@ impl<'a> Held<'a> {
             }
             rest.append(&mut filled);
         }
-        match self.put_away {
-            Some(_) => locked(&self.used).append(&mut from),
-            None => self.release.let_go(Awaited {
-                pieces: from,
-                library: None,
-            }),
+        if self.put_away.is_some() {
+            locked(&self.used).append(&mut from);
         }
         Ok(rest)
     }
@@ -237,13 +191,11 @@ mod tests {
 
     #[test]
     fn what_is_held_makes_room_or_is_let_go_of() {
-        let release = Release::new();
         let held = Held {
             pieces: Mutex::default(),
             used: Mutex::default(),
             any: true,
             put_away: None,
-            release: &release,
         };
         let request = Request::Allocate { from: 0, bytes: 1 };
         let asked = Mutex::new(0);
@@ -262,7 +214,7 @@ mod tests {
         let error = held.allocate(request, &full(u32::MAX)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::OutOfMemory);
         // Nothing was held: it is told at once.
-        let none = Held::new(Vec::new(), None, &release);
+        let none = Held::new(Vec::new(), None);
         none.allocate(request, &full(u32::MAX)).unwrap_err();
         assert_eq!(*asked.lock().unwrap(), 1);
     }

@@ -1,6 +1,5 @@
 //! Held memory that is copied once its process goes on with other.
 
-use super::held::Awaited;
 use super::{Later, Preloads, ahead, failed, told};
 use crate::copy::{Copier, Imported, Way};
 use crate::messages::protocol::{DriverError, ErrorKind};
@@ -11,6 +10,21 @@ use cryopod_archive::vram::ChunkDigest;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Pieces, and the library whose process waits for their memory: it is told when they are dropped.
+struct Awaited {
+    pieces: Vec<Imported>,
+    library: Option<Library>,
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        self.pieces.clear();
+        if let Some(library) = &self.library {
+            library.let_go();
+        }
+    }
+}
 
 impl Preloads {
     /// Copies pieces into their buffer while their process goes on with others, if the buffer is to be written at all.
