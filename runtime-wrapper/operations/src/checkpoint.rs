@@ -17,6 +17,7 @@ mod planned;
 mod prepare;
 mod refused_before;
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -210,6 +211,12 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
         let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
         let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
         let limit = Duration::from_secs(request.config().limits.checkpoint_s);
+        // CRIU writes it last. One may be there of an earlier checkpoint.
+        let inventory = || {
+            let meta = request.images.join(names::CRIU_INVENTORY).metadata().ok()?;
+            Some((meta.ino(), meta.modified().ok()?))
+        };
+        let earlier = inventory();
         let ended = child::attend_checkpoint(low, args, stderr, limit)?;
         if ended.code != 0 {
             if !state.paused {
@@ -223,7 +230,14 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
                 tracing::info!("{}: {why}; CRIU tries again", request.id());
                 continue;
             }
-            log::error(&failed(request, state, &why));
+            let mut told = failed(request, state, &why);
+            if !alive(&request.host, state) && inventory() != earlier {
+                let images = request.images.display();
+                told.push_str(&format!(
+                    "; CRIU's images in {images} are complete: a restore brings it back"
+                ));
+            }
+            log::error(&told);
         } else {
             images.keep();
         }
@@ -256,15 +270,7 @@ fn failed(request: &Request<'_>, state: &ContainerState, why: &str) -> String {
         false => "the container is no longer running",
     };
     let id = request.id();
-    let mut told = format!("checkpoint of {id} failed and {container}: {why}");
-    // CRIU writes it last.
-    if !alive(&request.host, state) && request.images.join(names::CRIU_INVENTORY).exists() {
-        let images = request.images.display();
-        told.push_str(&format!(
-            "; CRIU's images in {images} are complete: a restore brings it back"
-        ));
-    }
-    told
+    format!("checkpoint of {id} failed and {container}: {why}")
 }
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU

@@ -291,7 +291,7 @@ pub fn attend_checkpoint(
     let _ = prctl::set_child_subreaper(true);
     let ended = attend(low, args, stderr)?;
     let deadline = Instant::now() + limit;
-    while orphaned_criu() && Instant::now() < deadline {
+    while ended.code != 0 && orphaned_criu() && Instant::now() < deadline {
         std::thread::sleep(ORPHAN_PAUSE);
     }
     Ok(ended)
