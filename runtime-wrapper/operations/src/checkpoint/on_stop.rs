@@ -200,32 +200,18 @@ pub fn check(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<(), Error> 
 
 /// Returns true if this command line stops a container, and may have to be a checkpoint.
 pub fn is_stop(ctx: &Context, inv: &Invocation) -> bool {
-    inv.verb == Verb::Kill && !inv.flags.has("all") && signal(ctx, inv) == Some(Signal::SIGTERM)
+    inv.verb == Verb::Kill
+        && !inv.flags.has("all")
+        && inv.signal(&ctx.args) == Some(Signal::SIGTERM)
 }
 
 /// Returns true if this command line kills a container while it may be being checkpointed, and frozen.
 pub fn is_kill_meanwhile(ctx: &Context, inv: &Invocation) -> bool {
     inv.verb == Verb::Kill
-        && signal(ctx, inv) == Some(Signal::SIGKILL)
+        && inv.signal(&ctx.args) == Some(Signal::SIGKILL)
         && [LOCK, every::LOCK]
             .iter()
             .any(|lock| state::directory(ctx, inv).join(lock).exists())
-}
-
-/// Returns the signal that a `kill` sends.
-fn signal(ctx: &Context, inv: &Invocation) -> Option<Signal> {
-    let words = ctx.args.get(inv.verb_at + 1..)?.iter();
-    let words: Vec<_> = words.filter_map(|w| w.to_str()).collect();
-    let mut words = words.into_iter().filter(|w| !w.starts_with('-'));
-    let Some(signal) = words.nth(1) else {
-        return Some(Signal::SIGTERM);
-    };
-    let name = signal.to_uppercase();
-    match name.strip_prefix("SIG").unwrap_or(&name) {
-        "15" | "TERM" => Some(Signal::SIGTERM),
-        "9" | "KILL" => Some(Signal::SIGKILL),
-        _ => None,
-    }
 }
 
 /// Starts the checkpoint of a container that asks for it at its stop; else passes the TERM on.

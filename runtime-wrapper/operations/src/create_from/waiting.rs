@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use cryopod_host::programs::{Output, SystemTools, Tools};
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::error::Error;
@@ -156,8 +157,7 @@ fn as_created(out: &Output) -> String {
 
 /// Signals reach a frozen container when it is thawed. One that is to be killed must not wait for that.
 fn kill(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
-    let signal = ctx.args.last().and_then(|s| s.to_str()).unwrap_or_default();
-    if !matches!(signal, "9" | "KILL" | "SIGKILL" | "kill" | "sigkill") {
+    if inv.signal(&ctx.args) != Some(Signal::SIGKILL) {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();

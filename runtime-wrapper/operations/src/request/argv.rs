@@ -8,6 +8,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use nix::sys::signal::Signal;
+
 use crate::request::lowlevel::RuntimeKind;
 
 /// A verb that cryopod handles itself.
@@ -48,6 +50,23 @@ pub struct Invocation {
 }
 
 impl Invocation {
+    /// Returns the signal that a `kill` with these arguments sends, if it is TERM or KILL. The low-level runtimes take names
+    /// in any case, and send TERM if there is none.
+    pub fn signal(&self, args: &[OsString]) -> Option<Signal> {
+        let words = args.get(self.verb_at + 1..)?.iter();
+        let words: Vec<_> = words.filter_map(|w| w.to_str()).collect();
+        let mut words = words.into_iter().filter(|w| !w.starts_with('-'));
+        let Some(signal) = words.nth(1) else {
+            return Some(Signal::SIGTERM);
+        };
+        let name = signal.to_uppercase();
+        match name.strip_prefix("SIG").unwrap_or(&name) {
+            "15" | "TERM" => Some(Signal::SIGTERM),
+            "9" | "KILL" => Some(Signal::SIGKILL),
+            _ => None,
+        }
+    }
+
     /// Directory for a checkpoint's images: the flag, or the default of runc and crun.
     pub fn image_path(&self) -> PathBuf {
         self.flags
@@ -389,6 +408,21 @@ mod tests {
 
     fn verb(kind: RuntimeKind, line: &str) -> Option<(Verb, usize)> {
         decode(kind, &words(line)).map(|i| (i.verb, i.verb_at))
+    }
+
+    #[test]
+    fn a_kill_sends_the_signal_after_the_container() {
+        for (line, want) in [
+            ("kill 9", Some(Signal::SIGTERM)),
+            ("kill 9 HUP", None),
+            ("kill c1 Kill", Some(Signal::SIGKILL)),
+            ("--root /r kill --all c1 SIGKILL", Some(Signal::SIGKILL)),
+            ("kill c1 15", Some(Signal::SIGTERM)),
+        ] {
+            let args = words(line);
+            let inv = decode(RuntimeKind::Runc, &args).unwrap();
+            assert_eq!(inv.signal(&args), want, "{line}");
+        }
     }
 
     #[test]
