@@ -93,7 +93,7 @@ impl Drop for Temporary {
     }
 }
 
-/// Files of at least this size are removed at the same time.
+/// Files of at least this size are removed in parallel.
 const LARGE: u64 = 64 << 20;
 
 /// Removes a file or a directory. Says so if it cannot.

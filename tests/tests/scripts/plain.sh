@@ -62,6 +62,18 @@ else
     pod logs c1 > /tmp/numbers
     seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
 fi
+# A CRIU that does not end in time: said so.
+rm /tmp/reached /tmp/go-on
+printf '[limits]\ncheckpoint_s = 1\n' >> /etc/cryopod/config.toml
+PATH=/tmp/slow:$PATH pod container checkpoint c1 > /tmp/said 2>&1 &
+engine=$!
+wait_for test -e /tmp/reached
+pkill -KILL -x "$low" -P "$(pgrep -x cryopod-runtime)"
+if wait $engine; then exit 1; fi
+grep "its CRIU still works after 1 s: it may yet end the container" /tmp/said
+touch /tmp/go-on
+wait_for sh -c '! pgrep -x criu > /dev/null'
+low_level "$low"
 # A zombie that CRIU has restored has CRIU's privileges, and does not keep the container from another checkpoint.
 pod run -d --name c2 --network none localhost/busybox sh -c '(exit 0) & exec tail -f /dev/null' > /dev/null
 zombies() { pgrep -r Z -P "$(pod inspect -f '{{.State.Pid}}' c2)"; }

@@ -279,8 +279,8 @@ pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutc
     })
 }
 
-/// [`attend`] for a checkpoint: when the runtime has died, CRIU works on, and may yet end the container. Waits as long as
-/// `limit` for it.
+/// [`attend`] for a checkpoint: when the runtime has died, CRIU works on, and may yet end the container. Waits at most
+/// `limit` for it, and says so if it has not ended then.
 pub fn attend_checkpoint(
     low: &LowLevel,
     args: &[OsString],
@@ -289,9 +289,16 @@ pub fn attend_checkpoint(
 ) -> Result<RunOutcome, Error> {
     // As its reaper this process can wait for it.
     let _ = prctl::set_child_subreaper(true);
-    let ended = attend(low, args, stderr)?;
+    let mut ended = attend(low, args, stderr)?;
     let deadline = Instant::now() + limit;
-    while ended.code != 0 && orphaned_criu() && Instant::now() < deadline {
+    while ended.code != 0 && orphaned_criu() {
+        if Instant::now() >= deadline {
+            let (name, limit) = (low.label(), limit.as_secs());
+            ended.interrupted = Some(format!(
+                "{name} has died, and its CRIU still works after {limit} s: it may yet end the container; look again when it has ended"
+            ));
+            break;
+        }
         std::thread::sleep(ORPHAN_PAUSE);
     }
     Ok(ended)
