@@ -70,11 +70,13 @@ const NOT_STOPPED: &str = "Timeout reached. Try to interrupt";
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let started = Instant::now();
     // The low-level runtime reports whatever is wrong with the container's state.
-    let Some(state) = ContainerState::ask(ctx, inv, &SystemTools::from_env()) else {
+    let tools = SystemTools::from_env();
+    let Some(mut state) = ContainerState::ask(ctx, inv, &tools) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let mut request = Request::checkpoint(ctx, inv, &state);
     request.lock = refused_before::lock(&request, &state)?;
+    state.ask_again(ctx, inv, &tools);
     refused_before::lost_export(&request)?;
     refused_before::without_cgroups(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);

@@ -97,9 +97,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             inv.id
         )
     })?;
-    if state.paused {
-        state.paused = ContainerState::ask(ctx, inv, &tools).is_none_or(|s| s.paused);
-    }
+    state.ask_again(ctx, inv, &tools);
     if state.paused {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }

@@ -99,8 +99,10 @@ init=$(pod inspect -f '{{.State.Pid}}' c3) id=$(pod inspect -f '{{.Id}}' c3)
 opens() { local child && child=$(pgrep -P "$init") && grep -q '^257 ' "/proc/$child/syscall"; } # openat(2)
 wait_for opens
 cryopod-runtime pause "$id"
-(: > /srv/vfork/fifo) & # goes through when the child runs again
-wait_for grep -q '^257 ' "/proc/$!/syscall"
+(: > /srv/vfork/fifo) & # goes through when the child runs again, or at once: crun does not wait until all is frozen
+writer=$!
+written() { [ ! -e /proc/$writer ] || grep -q '^257 ' /proc/$writer/syscall; }
+wait_for written
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i3 "$id"
 [ "$(cryopod-runtime state "$id" | jq -r .status)" = paused ]
 cryopod-runtime resume "$id"

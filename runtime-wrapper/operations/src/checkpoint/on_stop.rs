@@ -221,7 +221,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let state = ContainerState::ask(ctx, inv, &tools);
     // The place is not touched here: it may hang.
     let asked = state
-        .filter(|state| !state.paused && !state.created)
+        // A checkpoint that gives way may have it frozen: whether it is paused shows after that.
+        .filter(|state| !state.created)
         .and_then(|state| asked(&state.spec(ctx, inv)).map(|on| on.value != "end"));
     if asked != Some(true) {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
@@ -297,9 +298,9 @@ pub fn main(ctx: &Context) -> ExitCode {
     program::prefer_over_host(&ctx.config);
     let tools = SystemTools::from_env();
     let since = Instant::now();
-    let state = ContainerState::ask(ctx, &inv, &tools);
+    let mut state = ContainerState::ask(ctx, &inv, &tools);
     let saved = state
-        .as_ref()
+        .as_mut()
         .ok_or_else(|| Error::Failed("it is gone".into()))
         .and_then(|state| metrics::measured("stop", || save(ctx, &inv, state), |()| true));
     let id = &inv.id;
@@ -337,7 +338,7 @@ fn handles_term(pid: i32) -> bool {
 ///
 /// # Errors
 /// It goes on running.
-fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), Error> {
+fn save(ctx: &Context, inv: &Invocation, state: &mut ContainerState) -> Result<(), Error> {
     let spec = state.spec(ctx, inv);
     let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
     let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
@@ -346,7 +347,9 @@ fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), E
     let signals = Signals::watch()?;
     let done = AtomicBool::new(false);
     let (place, checkpoint) = std::thread::scope(|scope| {
-        scope.spawn(|| watchdog(state.init, asked.limit, &done));
+        let init = state.init;
+        let (limit, done) = (asked.limit, &done);
+        scope.spawn(move || watchdog(init, limit, done));
         let saved = save_in_time(ctx, inv, state, &asked, &signals);
         done.store(true, Ordering::Release);
         saved
@@ -381,11 +384,15 @@ fn watchdog(init: i32, limit: Duration, done: &AtomicBool) {
 fn save_in_time(
     ctx: &Context,
     inv: &Invocation,
-    state: &ContainerState,
+    state: &mut ContainerState,
     asked: &PlacedRequest<'_>,
     signals: &Signals,
 ) -> Result<(Place, PathBuf), Error> {
     let _no_other = every::end(&state::directory(ctx, inv), asked.limit);
+    state.ask_again(ctx, inv, &SystemTools::from_env());
+    if state.paused {
+        return Err(Error::Failed("it is paused".into()));
+    }
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
     let (place, partial) = asked.begin(&me)?;
     let config = config_of_stop(&ctx.config, asked.limit);

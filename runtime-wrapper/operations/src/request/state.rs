@@ -40,6 +40,13 @@ impl ContainerState {
         })
     }
 
+    /// Asks anew whether the container is paused, with its lock held: before that another operation may have had it frozen.
+    pub fn ask_again(&mut self, ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
+        if self.paused {
+            self.paused = Self::ask(ctx, inv, tools).is_none_or(|now| now.paused);
+        }
+    }
+
     /// Reads the spec; an empty one, with a warning, where there is none.
     pub fn spec(&self, ctx: &Context, inv: &Invocation) -> Spec {
         let spec = Spec::of_bundle(&self.bundle);

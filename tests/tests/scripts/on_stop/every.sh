@@ -43,6 +43,28 @@ last=$(last c1) printed=$(printed c1 | wc -l)
 check 'a start' podman start c1
 wait_for reached c1 $((last + 2))
 check 'it goes on where the stop was' test "$(printed c1 | sed 1,"$printed"d | grep '^[0-9]' | head -n 1)" = $((last + 1))
+
+# ---- a stop while a checkpoint has it frozen, which looks as if it were paused ----
+cat > /usr/local/sbin/criu << 'END'
+#!/bin/bash
+PATH=/usr/sbin:/usr/bin
+v2=/sys/fs/cgroup$(sed -n 's/^0:://p' "/proc/$(cat /tmp/init)/cgroup")/cgroup.freeze
+v1=/sys/fs/cgroup/freezer$(sed -n 's/^[0-9]*:freezer://p' "/proc/$(cat /tmp/init)/cgroup")/freezer.state
+freezer() { if [ -e "$v1" ]; then echo "$2" > "$v1"; else echo "$1" > "$v2"; fi; }
+if [ "$1" = swrk ] && mkdir /tmp/frozen; then
+    freezer 1 FROZEN
+    until [ -e /tmp/go-on ]; do sleep 0.05; done
+    freezer 0 THAWED
+fi
+exec criu "$@"
+END
+podman inspect -f '{{.State.Pid}}' c1 > /tmp/init
+chmod +x /usr/local/sbin/criu
+wait_for test -e /tmp/frozen
+(wait_for grep -q 'giving up: it was interrupted by SIGTERM' $log && sleep 1; touch /tmp/go-on) & # longer than the stop needs to look
+check 'a stop of a frozen one' stopped -t 60 c1
+check 'is a checkpoint' test "$(exit_code c1)" = 143
+rm /usr/local/sbin/criu
 podman rm -f -t 0 c1 > /dev/null
 check 'nothing is left' wait_for nothing_left
 
