@@ -22,7 +22,7 @@ packages: ## deb and rpm packages and a tarball, in target/packages; docs/instal
 	$(MAKE) --no-print-directory build
 	CRYOPOD_BIN_DIR=$(BIN_DIR) packages/build
 
-test: ## all tests: format, lints, units, the simulated driver, the real container stack
+test: ## format, lints, units, the simulated driver, the real container stack (half of it by turns; TURN=both: all)
 	tests/run
 
 test-list: ## the names of the tests of the real stack
