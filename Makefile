@@ -45,6 +45,7 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::
 	FAULT_ROUNDS=160 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::faults
 	SWARM_PART=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- on_stop::swarm
+	MOMENTS=50 MOMENTS_SEED=2 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- vram::one_moment
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	$(MAKE) --no-print-directory campaign ROUNDS=500 JOBS=$$(nproc)

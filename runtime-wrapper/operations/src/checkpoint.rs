@@ -40,6 +40,7 @@ use crate::criu::NO_CRIU;
 use crate::error::Error;
 use crate::images::store::Cleaning;
 use crate::pause;
+use crate::pause::suspended::SuspendLock;
 use crate::preflight::{restore_here, surroundings};
 use crate::request::Request;
 use crate::request::argv::Invocation;
@@ -52,6 +53,7 @@ use crate::run::application::{self, NotifiedApplication};
 use crate::run::child;
 use crate::run::failure::{self, LogMarks};
 use crate::run::log;
+use crate::run::operation;
 use crate::run::runtime_log::HeldErrors;
 use crate::run::stuck_freeze;
 use crate::security::privileges;
@@ -71,11 +73,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let started = Instant::now();
     // The low-level runtime reports whatever is wrong with the container's state.
     let tools = SystemTools::from_env();
+    // What a killed operation has frozen is no pause.
+    operation::sweep_dead();
     let Some(mut state) = ContainerState::ask(ctx, inv, &tools) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let mut request = Request::checkpoint(ctx, inv, &state);
-    request.lock = refused_before::lock(&request, &state)?;
+    request.lock = refused_before::lock(&request, &state, Duration::ZERO)?;
     state.ask_again(ctx, inv, &tools);
     refused_before::lost_export(&request)?;
     refused_before::without_cgroups(&request)?;
@@ -100,6 +104,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 struct OwnCheckpoint<'a> {
     /// Those that are watched already.
     signals: &'a child::Signals,
+    /// How long it waits for the container's lock.
+    patience: Duration,
     /// Ends the container with this cgroup, when images and metadata are complete. No instruction of its processes may
     /// run any more. `None`: it goes on.
     end: Option<&'a mut dyn FnMut(Frozen)>,
@@ -118,9 +124,13 @@ fn into_place(
     let mut request = Request::checkpoint(ctx, inv, state);
     request.ends = own.end.is_some();
     request.into_place = true;
-    request.lock = refused_before::lock(&request, state)?;
+    request.lock = refused_before::lock(&request, state, own.patience)?;
+    // Before that another operation may have had it frozen, or its engine may have paused it.
+    let state = ContainerState::ask(ctx, inv, &SystemTools::from_env())
+        .filter(|now| now.init == state.init && !now.paused);
+    let state = state.ok_or_else(|| Error::Failed("it is paused, or has ended".into()))?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
-    match with_metadata(&request, state, nodes, Some(own), Instant::now())? {
+    match with_metadata(&request, &state, nodes, Some(own), Instant::now())? {
         code if code == ExitCode::SUCCESS => Ok(()),
         _ => Err(Error::Failed("the checkpoint failed".into())),
     }
@@ -134,6 +144,8 @@ fn with_metadata(
     mut own: Option<OwnCheckpoint<'_>>,
     started: Instant,
 ) -> Result<ExitCode, Error> {
+    let _not_suspended = SuspendLock::take(&request.host, state.init)
+        .map_err(|e| Error::untouched(format!("checkpoint of {} refused: {e}", request.id())))?;
     let mut planned = plan::plan(request, state, nodes.clone())?;
     let watched;
     let signals = match &own {

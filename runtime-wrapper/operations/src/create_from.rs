@@ -30,7 +30,6 @@ use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
-use crate::images::place::prune::NOT_RESTORED;
 use crate::images::place::{self, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
@@ -148,8 +147,10 @@ fn create(
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
-            let kept = newest.as_ref().and_then(Newest::number);
-            Ok(Creation::WithoutCheckpoint(StartReason { why, kept }))
+            if let Some(newest) = &newest {
+                newest.keep();
+            }
+            Ok(Creation::WithoutCheckpoint(StartReason { why }))
         }
         Err(e) => {
             if let Some(newest) = newest {
@@ -170,7 +171,6 @@ fn create(
 /// Tells in the container's annotations, which `state` shows, why it started without its checkpoint.
 struct StartReason {
     why: String,
-    kept: Option<u64>,
 }
 
 impl Edit for StartReason {
@@ -183,9 +183,6 @@ impl Edit for StartReason {
             let annotations = spec.entry("annotations").or_insert_with(|| json!({}));
             if let Some(annotations) = annotations.as_object_mut() {
                 annotations.insert(WITHOUT.into(), json!(self.why));
-                if let Some(kept) = self.kept {
-                    annotations.insert(NOT_RESTORED.into(), json!(kept.to_string()));
-                }
             }
         }
         Ok(())
@@ -266,7 +263,7 @@ fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
 fn for_one(spec: &Spec) -> Option<&str> {
     let name = IN_POD.iter().find_map(|key| spec.annotation(key))?;
     let key = format!("{ANNOTATION}.{name}");
-    let reserved = [OTHERWISE, WITHOUT, NOT_RESTORED].contains(&key.as_str());
+    let reserved = [OTHERWISE, WITHOUT].contains(&key.as_str());
     spec.annotation(&key).filter(|_| !reserved)
 }
 
@@ -310,10 +307,7 @@ mod tests {
         let edit = |text: &str| {
             std::fs::write(&path, text).unwrap();
             let spec = Spec::of_bundle(dir.path()).unwrap();
-            let edits = vec![Box::new(StartReason {
-                why: "gone".into(),
-                kept: Some(7),
-            }) as Box<dyn Edit>];
+            let edits = vec![Box::new(StartReason { why: "gone".into() }) as Box<dyn Edit>];
             edit_new(&Config::default(), dir.path(), &spec, edits)
         };
         let now = || std::fs::read_to_string(&path).unwrap();
@@ -324,8 +318,6 @@ mod tests {
         let taken = text("off");
         let edited = edit(&taken).unwrap();
         assert!(now().contains("UV_USE_IO_URING=0") && now().contains(WITHOUT));
-        let edited_spec = Spec::of_bundle(dir.path()).unwrap();
-        assert_eq!(edited_spec.annotation(NOT_RESTORED), Some("7"));
         drop(edited);
         assert_eq!(now(), taken, "the low-level runtime could not be started");
     }

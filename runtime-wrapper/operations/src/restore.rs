@@ -32,6 +32,7 @@ mod volume_files;
 
 use std::io::{self, PipeWriter, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, ExitCode};
 use std::time::Duration;
@@ -187,10 +188,19 @@ impl GuardedBundle {
             return ExitCode::SUCCESS;
         }
         log::init_at(Path::new(log::DETACHED));
-        operation::sweep_dead();
-        if let Some(inv) = argv::decode(ctx.low.kind, &ctx.args)
-            && state::directory(ctx, &inv).exists()
+        let Some(inv) = argv::decode(ctx.low.kind, &ctx.args) else {
+            return ExitCode::FAILURE;
+        };
+        // Its engine may have made another container of this id meanwhile, with a bundle of its own.
+        let locked = rustix::fs::fstat(io::stdout()).map(|file| (file.st_dev, file.st_ino));
+        let bundle = std::fs::metadata(inv.bundle()).map(|file| (file.dev(), file.ino()));
+        if let (Ok(locked), Ok(bundle)) = (locked, bundle)
+            && locked != bundle
         {
+            return ExitCode::FAILURE;
+        }
+        operation::sweep_dead();
+        if state::directory(ctx, &inv).exists() {
             tracing::warn!("{}: its restore was killed; it is removed", inv.id);
             state::remove(ctx, &inv, &SystemTools::from_env());
         }

@@ -59,6 +59,7 @@ pub fn install(directory: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     }
     for name in [
         "cusim-client",
+        "cusim-random",
         "cusim-nccl",
         "cusim-server",
         "cusim-ctl",

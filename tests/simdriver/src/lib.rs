@@ -17,3 +17,11 @@ pub mod ranks;
 pub mod server;
 pub mod uuid;
 pub mod wire;
+
+/// A word of noise: the mixer of splitmix64.
+pub fn noise(n: u64) -> u64 {
+    let mut z = n.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

@@ -50,7 +50,7 @@ use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
 use crate::rootfs::frozen::Frozen;
 use crate::run::child::Signals;
-use crate::run::{log, metrics};
+use crate::run::{log, metrics, operation};
 
 /// What a stop of the container is: `checkpoint`, or `end`.
 const ANNOTATION: &str = "dev.cryopod.on-stop";
@@ -83,8 +83,6 @@ struct PlacedRequest<'a> {
     many: bool,
     /// How many checkpoints of the name stay; `None`: all.
     keep: Option<usize>,
-    /// It started without the checkpoints up to this number, which it must not supersede.
-    kept: u64,
     /// It took the lease of the name when it was made.
     had_lease: bool,
 }
@@ -136,7 +134,6 @@ impl<'a> PlacedRequest<'a> {
             place,
             name: place::name(spec, id)?,
             keep: prune::keep(spec)?,
-            kept: prune::not_restored(spec),
             many: lease::limit(spec)?.is_none(),
             had_lease: lease::note_of(id.as_ref()).is_some_and(|note| note.exists()),
             // The rest is the process's own, should the checkpoint fail.
@@ -173,7 +170,7 @@ impl PlacedRequest<'_> {
         if let Err(e) = integrity::list(&ctx.config, checkpoint) {
             tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
         }
-        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep, self.kept)) {
+        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep)) {
             tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
         }
     }
@@ -298,11 +295,22 @@ pub fn main(ctx: &Context) -> ExitCode {
     program::prefer_over_host(&ctx.config);
     let tools = SystemTools::from_env();
     let since = Instant::now();
-    let mut state = ContainerState::ask(ctx, &inv, &tools);
+    let host = Host::system();
+    // What a killed operation has frozen is no pause.
+    operation::sweep_dead();
+    let state = ContainerState::ask(ctx, &inv, &tools);
+    let started = |state: &ContainerState| live::start_time(&host, state.init);
+    let before = state.as_ref().and_then(started);
+    let has_term = AtomicBool::new(false);
+    // Its removal can take longer than the container's grace period.
+    let mut incomplete = None;
     let saved = state
-        .as_mut()
+        .as_ref()
         .ok_or_else(|| Error::Failed("it is gone".into()))
-        .and_then(|state| metrics::measured("stop", || save(ctx, &inv, state), |()| true));
+        .and_then(|state| {
+            let save = || save(ctx, &inv, state, &has_term, &mut incomplete);
+            metrics::measured("stop", save, |()| true)
+        });
     let id = &inv.id;
     match saved {
         Ok(()) => {
@@ -311,6 +319,11 @@ pub fn main(ctx: &Context) -> ExitCode {
         }
         Err(e) => tracing::error!("{id}: the stop is no checkpoint, TERM is sent: {e}"),
     }
+    // Its engine may have started another one of this id meanwhile.
+    if state.as_ref().is_some_and(|state| started(state) != before) {
+        tracing::info!("{id}: it has ended");
+        return ExitCode::FAILURE;
+    }
     if state.is_some_and(|state| handles_term(state.init)) {
         // A later checkpoint would be one of a container that is ending.
         let lock = std::io::stdin().as_fd().try_clone_to_owned();
@@ -318,6 +331,9 @@ pub fn main(ctx: &Context) -> ExitCode {
         if let Err(e) = noted {
             tracing::warn!("{id}: {e}");
         }
+    }
+    if has_term.into_inner() {
+        return ExitCode::FAILURE;
     }
     let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
     match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
@@ -337,8 +353,14 @@ fn handles_term(pid: i32) -> bool {
 /// Checkpoints a container and ends it.
 ///
 /// # Errors
-/// It goes on running.
-fn save(ctx: &Context, inv: &Invocation, state: &mut ContainerState) -> Result<(), Error> {
+/// It goes on running. `has_term`: it has had its TERM. `incomplete`: what there is of the checkpoint.
+fn save(
+    ctx: &Context,
+    inv: &Invocation,
+    state: &ContainerState,
+    has_term: &AtomicBool,
+    incomplete: &mut Option<PartialCheckpoint>,
+) -> Result<(), Error> {
     let spec = state.spec(ctx, inv);
     let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
     let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
@@ -347,10 +369,8 @@ fn save(ctx: &Context, inv: &Invocation, state: &mut ContainerState) -> Result<(
     let signals = Signals::watch()?;
     let done = AtomicBool::new(false);
     let (place, checkpoint) = std::thread::scope(|scope| {
-        let init = state.init;
-        let (limit, done) = (asked.limit, &done);
-        scope.spawn(move || watchdog(init, limit, done));
-        let saved = save_in_time(ctx, inv, state, &asked, &signals);
+        scope.spawn(|| watchdog(state.init, asked.limit, &done, has_term));
+        let saved = save_in_time(ctx, inv, state, &asked, &signals, incomplete);
         done.store(true, Ordering::Release);
         saved
     })?;
@@ -360,7 +380,7 @@ fn save(ctx: &Context, inv: &Invocation, state: &mut ContainerState) -> Result<(
 }
 
 /// Has the checkpoint give up when its time is over, and sends the TERM if that does not help: the place may hang.
-fn watchdog(init: i32, limit: Duration, done: &AtomicBool) {
+fn watchdog(init: i32, limit: Duration, done: &AtomicBool, has_term: &AtomicBool) {
     let host = Host::system();
     let started = live::start_time(&host, init);
     let wait = |limit: Duration| {
@@ -377,36 +397,38 @@ fn watchdog(init: i32, limit: Duration, done: &AtomicBool) {
     }
     if wait(GIVE_UP) && started.is_some() && live::start_time(&host, init) == started {
         tracing::error!("process {init}: the checkpoint does not give up in time, TERM is sent");
-        let _ = kill(Pid::from_raw(init), Signal::SIGTERM);
+        let sent = kill(Pid::from_raw(init), Signal::SIGTERM);
+        has_term.store(sent.is_ok(), Ordering::Release);
     }
 }
 
 fn save_in_time(
     ctx: &Context,
     inv: &Invocation,
-    state: &mut ContainerState,
+    state: &ContainerState,
     asked: &PlacedRequest<'_>,
     signals: &Signals,
+    partial: &mut Option<PartialCheckpoint>,
 ) -> Result<(Place, PathBuf), Error> {
     let _no_other = every::end(&state::directory(ctx, inv), asked.limit);
-    state.ask_again(ctx, inv, &SystemTools::from_env());
-    if state.paused {
-        return Err(Error::Failed("it is paused".into()));
-    }
-    let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
-    let (place, partial) = asked.begin(&me)?;
+    let me = LeaseHolder::noted(&inv.id, state::directory(ctx, inv));
+    let (place, begun) = asked.begin(&me)?;
     let config = config_of_stop(&ctx.config, asked.limit);
-    let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, partial.path())?;
-    let mut partial = Some(partial);
-    let mut named = PathBuf::new();
+    let images = begun.path().to_owned();
+    *partial = Some(begun);
+    let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, &images)?;
+    let mut named = images;
     let mut end = |mut frozen: Frozen| {
         // From here on the checkpoint is the container's end, also if this process is killed in the middle of it.
         frozen.forget_note();
         if let Some(partial) = partial.take() {
-            named = partial.complete();
+            // None of its instructions will run, so the next may begin, which looks for the name.
+            let given_back = partial.complete().and_then(|complete| {
+                named = complete;
+                place.give_back(&me)
+            });
             tracing::info!("{}: checkpointed into {}", inv.id, named.display());
-            // None of its instructions will run, so the next may begin.
-            if let Err(e) = place.give_back(&me) {
+            if let Err(e) = given_back {
                 tracing::warn!("{}: the lease is not given back: {e}", inv.id);
             }
         }
@@ -416,6 +438,7 @@ fn save_in_time(
     };
     let own = super::OwnCheckpoint {
         signals,
+        patience: asked.limit,
         end: Some(&mut end),
     };
     super::into_place(&stopping, &inv_of_checkpoint, state, own)?;

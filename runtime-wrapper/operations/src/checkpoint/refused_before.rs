@@ -19,9 +19,13 @@ const POD: &str = "io.kubernetes.cri-o.SandboxID";
 const PODMAN_CGROUP: &str = "libpod-";
 
 /// Locks the container, for as long as it is checkpointed.
-pub(super) fn lock(request: &Request<'_>, state: &ContainerState) -> Result<BundleLock, Error> {
+pub(super) fn lock(
+    request: &Request<'_>,
+    state: &ContainerState,
+    patience: Duration,
+) -> Result<BundleLock, Error> {
     let directory = state.lock_directory(request.ctx, request.inv);
-    BundleLock::take(&directory, Duration::ZERO, || {
+    BundleLock::take(&directory, patience, || {
         format!(
             "checkpoint of {} refused: another checkpoint of it is under way; try again when that has ended",
             request.id()

@@ -16,7 +16,7 @@ use crate::config::restore::Asker;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder, NameLease};
-use crate::images::place::{self, Place, PlaceRequest, integrity, renewal};
+use crate::images::place::{self, Place, PlaceRequest, integrity, prune, renewal};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
@@ -83,14 +83,13 @@ impl Newest {
             .map_err(refused)
     }
 
-    /// Returns the number of the newest checkpoint.
-    pub fn number(&self) -> Option<u64> {
-        self.checkpoints
-            .first()?
-            .file_name()?
-            .to_str()?
-            .parse()
-            .ok()
+    /// Has the checkpoints stay, as the container starts without them.
+    pub fn keep(&self) {
+        if let Some(newest) = self.checkpoints.first()
+            && let Err(e) = self.place.keep_up_to(newest)
+        {
+            tracing::warn!("{}: newer ones may supersede it: {e}", newest.display());
+        }
     }
 
     /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. Without the note
@@ -122,6 +121,13 @@ impl Newest {
         let mut damaged = Vec::new();
         for path in &self.checkpoints {
             let not_started = |why| Error::not_started(format!("{by}: {why}"));
+            // Copies that run write newer ones, which supersede it.
+            let Ok(held) = prune::hold(path) else {
+                continue;
+            };
+            if !path.exists() {
+                continue;
+            }
             let damage = match integrity::damage(config, path).map_err(not_started)? {
                 Some(damage) => damage,
                 None => {
@@ -135,6 +141,7 @@ impl Newest {
                     }
                 }
             };
+            drop(held);
             let aside = self.place.set_aside(path);
             tracing::warn!(
                 "{}: a checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",

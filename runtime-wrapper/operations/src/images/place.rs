@@ -271,7 +271,13 @@ impl Place {
     fn adopt(&self, number: u64) {
         let partial = self.partial(number);
         let age = self.age(&partial.join(names::METADATA));
-        if age.is_ok_and(|age| age > RENAME_LIMIT) {
+        let writer = partial.join(WRITER);
+        let is_dead = || {
+            fs::read_to_string(&writer).is_ok_and(|host| host == lease::this_host())
+                && matches!(lock_file(&writer), Ok(Some(_)))
+        };
+        if age.is_ok_and(|age| age > RENAME_LIMIT || is_dead()) {
+            let _ = fs::remove_file(writer);
             let _ = fs::rename(partial, self.complete(number));
         }
     }
@@ -303,7 +309,7 @@ impl Place {
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
-                _lock: lock,
+                lock,
             });
         }
         Err(io::Error::other("others take each next number"))
@@ -373,7 +379,8 @@ fn make_locked(path: &Path, text: &[u8]) -> io::Result<Option<File>> {
 pub struct PartialCheckpoint {
     path: PathBuf,
     to: PathBuf,
-    _lock: Option<File>,
+    /// Open as long as it is written: NFS keeps a file that is open, and with it the directory.
+    lock: Option<File>,
 }
 
 impl PartialCheckpoint {
@@ -382,24 +389,28 @@ impl PartialCheckpoint {
         &self.path
     }
 
-    /// Gives the checkpoint its name. Its metadata are there, so it is complete: after an error the next host to look
-    /// does this.
-    pub fn complete(self) -> PathBuf {
+    /// Gives the checkpoint its name.
+    ///
+    /// # Errors
+    /// It has none. Its metadata are there, so it is complete, and the next host to look does this.
+    pub fn complete(self) -> io::Result<PathBuf> {
         std::mem::ManuallyDrop::new(self).name()
     }
 
-    fn name(&self) -> PathBuf {
+    fn name(&mut self) -> io::Result<PathBuf> {
+        // In this order: nobody takes this process for dead.
         let _ = fs::remove_file(self.path.join(WRITER));
+        drop(self.lock.take());
         let renamed = fs::rename(&self.path, &self.to);
         let directory = self.to.parent().unwrap_or(Path::new("/"));
         let synced = renamed.and_then(|()| File::open(directory)?.sync_all());
-        match synced {
-            Ok(()) => self.to.clone(),
-            Err(e) => {
-                tracing::warn!("{}: {e}", self.to.display());
-                self.path.clone()
-            }
-        }
+        synced.map(|()| self.to.clone()).inspect_err(|e| {
+            tracing::warn!(
+                "{}: not yet {}: {e}",
+                self.path.display(),
+                self.to.display()
+            )
+        })
     }
 }
 
@@ -407,9 +418,11 @@ impl Drop for PartialCheckpoint {
     fn drop(&mut self) {
         // The container was lost after its checkpoint: nothing else is left of it.
         if self.path.join(names::METADATA).exists() {
-            tracing::warn!("{}: kept, as it is complete", self.name().display());
+            tracing::warn!("{}: kept, as it is complete", self.path.display());
+            let _ = self.name();
             return;
         }
+        drop(self.lock.take());
         if let Err(e) = fs::remove_dir_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());
         }

@@ -54,7 +54,7 @@ impl SuspendLock {
         match Flock::lock(process, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Self { _lock: lock }),
             Err((_, Errno::EWOULDBLOCK)) => {
-                let what = "a suspend or resume of it is under way; try again when that has ended";
+                let what = "a checkpoint, suspend or resume of it is under way; try again when that has ended";
                 Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
             }
             Err((_, e)) => Err(e.into()),

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
 use cuda_sim::abi::{CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CuDevicePtr};
 use cuda_sim::cuda::{CuError, Cuda};
+use cuda_sim::noise;
 use cuda_sim::ranks::{Rank, Team, Way};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
@@ -313,12 +314,4 @@ fn fill(cuda: &Cuda, p: CuDevicePtr, bytes: usize, seed: u64, content: Content) 
         at += n;
     }
     Ok(total)
-}
-
-/// A word of noise: the mixer of splitmix64.
-fn noise(n: u64) -> u64 {
-    let mut z = n.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
 }

@@ -196,3 +196,23 @@ check 'a job from the one before' job g5 "${newest[@]}" "${stops[@]}"
 check 'its sums are right' goes_on g5
 check 'it goes on where that was' test "$(logs g5 | grep '^[0-9]' | head -n 1 | cut -d' ' -f1,2)" = "$((tick + 1)) $sum"
 check 'the damaged one is kept' test -e $place/gpu/.damaged-000002
+
+# ---- killed in the middle of its checkpoint, and started again: the next one has not had the TERM ----
+cat > /usr/local/sbin/criu << 'END'
+#!/bin/bash
+PATH=/usr/sbin:/usr/bin
+if [ "$1" = swrk ] && mkdir /tmp/slow; then sleep 4; fi
+exec criu "$@"
+END
+mapfile -t again < <(to $place again)
+pod run -d --name again "${again[@]}" --network none localhost/busybox sh -c 'trap "echo TERM" TERM; echo ready; while sleep 0.1; do :; done' > /dev/null
+ready() { [ "$(printed again | grep -c ready)" = "$1" ]; }
+wait_for ready 1
+chmod +x /usr/local/sbin/criu
+check 'a restart' podman restart -t 1 again
+wait_for ready 2
+check 'the stop has ended' wait_for sh -c '! pgrep -f "^cryopod-on-stop " > /dev/null'
+rm /usr/local/sbin/criu
+sleep 0.5 # it would say so
+check 'the next one had no TERM' test "$(printed again | grep -c TERM)" = 0
+podman rm -f -t 0 again > /dev/null

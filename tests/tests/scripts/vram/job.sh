@@ -1,9 +1,9 @@
-# job.sh LOW [OPTION-OF-THE-SIMULATED-DRIVER...]: a container of the simulated driver's client under podman, and what the
+# job.sh LOW: a container of the simulated driver's client under podman, and what the
 # scenarios ask of it.
 # shellcheck shell=bash disable=SC2154,SC2034
 low=$1
 mkimage
-simulate "$low" --proc-root /run/simulated "${@:2}"
+simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 
 gpus=(0 1) # that the container has

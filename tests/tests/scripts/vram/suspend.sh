@@ -17,7 +17,8 @@ check 'nothing is in use, the container is there, and nothing of cryopod' none
 check 'twice: refused' refused 'it is suspended already, since .*; its GPU memory is in host memory; .cryopod resume job' cryopod suspend job
 check 'a checkpoint is refused, with the remedy' refused 'it is suspended since .*resume it first: cryopod resume' cryopod-runtime checkpoint --image-path /tmp/no "$id"
 init=$(pod inspect -f '{{.State.Pid}}' job)
-check 'two at a time: refused' refused 'a suspend or resume of it is under way' flock "/proc/$init" cryopod resume job
+check 'two at a time: refused' refused 'a checkpoint, suspend or resume of it is under way' flock "/proc/$init" cryopod resume job
+check 'a checkpoint meanwhile: refused' refused 'a checkpoint, suspend or resume of it is under way' flock "/proc/$init" cryopod-runtime checkpoint --image-path /tmp/no "$id"
 check 'resume, by a part of the id' does cryopod resume "${id:0:12}"
 check 'it goes on' goes_on
 check 'on both GPUs' used 'all(. > 100000000)'

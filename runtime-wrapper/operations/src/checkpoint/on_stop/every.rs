@@ -3,7 +3,7 @@
 //! A process of its own does so ([`NAME`]), for as long as the container exists. It holds the lock [`LOCK`]. A stop
 //! interrupts it by TERM and takes the lock, so that it never waits for a whole checkpoint. A pause interrupts it by INT.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::request::argv::{self, Invocation};
 use crate::request::context::Context;
 use crate::request::state::{self, ContainerState};
 use crate::run::child::{self, Signals};
-use crate::run::{log, metrics};
+use crate::run::{log, metrics, operation};
 
 /// The seconds between two checkpoints.
 pub(super) const ANNOTATION: &str = "dev.cryopod.checkpoint.every_s";
@@ -112,7 +112,11 @@ pub(super) fn end(directory: &Path, limit: Duration) -> Option<Flock<File>> {
     loop {
         interrupt(directory);
         match lock(directory) {
-            Ok(lock) => return Some(lock),
+            Ok(lock) => {
+                // A dead process's id may be a stranger's by now.
+                let _ = lock.set_len(0);
+                return Some(lock);
+            }
             Err(_) if Instant::now() > until || !directory.exists() => return None,
             Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
@@ -123,17 +127,16 @@ fn lock(directory: &Path) -> io::Result<Flock<File>> {
     let mut options = File::options();
     let options = options.read(true).write(true).create(true).truncate(false);
     let file = options.open(directory.join(LOCK))?;
-    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?;
-    // A dead process's id may be a stranger's by now.
-    lock.set_len(0)?;
-    Ok(lock)
+    Ok(Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?)
 }
 
-/// Locks as the process that [`interrupt`] finds.
-fn attended(directory: &Path) -> io::Result<Flock<File>> {
+/// Locks as the process that [`interrupt`] finds. Returns with the lock whether a stop was told while it was free.
+fn attended(directory: &Path) -> io::Result<(Flock<File>, bool)> {
     let mut lock = lock(directory)?;
+    let was_told = lock.metadata()?.len() == 0;
+    lock.set_len(0)?;
     writeln!(lock, "{}", std::process::id())?;
-    Ok(lock)
+    Ok((lock, was_told))
 }
 
 /// Runs the process.
@@ -171,9 +174,12 @@ fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     loop {
         let made = is_made();
         if directory.exists() {
-            Attendance::begin(ctx, inv, &signals, &directory)?.attend(period, stopping);
-            if is_made() {
-                return Ok(());
+            // A stop may have the lock at this moment, or the directory may be gone.
+            if let Ok(attendance) = Attendance::begin(ctx, inv, &signals, &directory) {
+                attendance.attend(period, stopping);
+                if is_made() {
+                    return Ok(());
+                }
             }
         } else if made || signals.interrupted() {
             return Ok(());
@@ -200,9 +206,9 @@ impl<'a> Attendance<'a> {
         inv: &'a Invocation,
         signals: &'a Signals,
         directory: &'a Path,
-    ) -> Result<Self, Error> {
-        let lock = attended(directory).map_err(Error::io(LOCK))?;
-        let inode = lock.metadata().map_err(Error::io(LOCK))?.ino();
+    ) -> io::Result<Self> {
+        let (lock, _) = attended(directory)?;
+        let inode = lock.metadata()?.ino();
         Ok(Self {
             ctx,
             inv,
@@ -261,9 +267,9 @@ impl<'a> Attendance<'a> {
         if self.lock.is_some() || !self.exists() {
             return false;
         }
-        let id = fs::read(self.directory.join(LOCK)).unwrap_or_default();
-        self.lock = attended(self.directory).ok();
-        self.lock.is_some() && id.is_empty()
+        let (lock, was_told) = attended(self.directory).ok().unzip();
+        self.lock = lock;
+        was_told == Some(true)
     }
 
     /// Leaves the container to whoever stops it. Returns true if it is there after `stopping`: it was no stop. Before, a
@@ -283,7 +289,7 @@ impl<'a> Attendance<'a> {
                 return false;
             }
         }
-        self.lock = attended(self.directory).ok();
+        self.lock = attended(self.directory).ok().map(|(lock, _)| lock);
         true
     }
 
@@ -292,6 +298,8 @@ impl<'a> Attendance<'a> {
     }
 
     fn checkpoint(&mut self) -> Result<(), Error> {
+        // What a killed operation has frozen is no pause.
+        operation::sweep_dead();
         let state = self.state();
         let Some(state) = state.filter(|state| !state.paused && !state.created) else {
             return Ok(());
@@ -319,13 +327,17 @@ fn checkpoint(
     asked: &PlacedRequest<'_>,
     signals: &Signals,
 ) -> Result<(Place, PathBuf), Error> {
-    let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
+    let me = LeaseHolder::noted(&inv.id, state::directory(ctx, inv));
     let (place, partial) = asked.begin(&me)?;
     let config = config_of_place(&ctx.config);
     let (own_ctx, own_inv) = checkpoint_of(ctx, inv, config, partial.path())?;
-    let own = OwnCheckpoint { signals, end: None };
+    let own = OwnCheckpoint {
+        signals,
+        patience: Duration::ZERO,
+        end: None,
+    };
     into_place(&own_ctx, &own_inv, state, own)?;
-    let named = partial.complete();
+    let named = partial.complete().map_err(Error::io("the place"))?;
     tracing::info!("{}: checkpointed into {}", inv.id, named.display());
     Ok((place, named))
 }

@@ -67,6 +67,15 @@ impl LeaseHolder {
         }
     }
 
+    /// Returns a container of this host as its lease names it: the host's name may have changed since.
+    pub fn noted(container: &str, directory: PathBuf) -> Self {
+        let note = note_of(OsStr::new(container)).and_then(|note| read_note(&note));
+        let noted = note.map(|(_, holder)| holder);
+        noted
+            .filter(|holder| holder.directory == directory)
+            .unwrap_or_else(|| Self::here(container, directory))
+    }
+
     fn is(&self, other: &Self) -> bool {
         let own = |h: &Self| (h.host.clone(), h.container.clone(), h.directory.clone());
         own(self) == own(other)
@@ -193,7 +202,11 @@ impl Place {
         let path = self.lease(number);
         let age = self.age(&path)?;
         let limit = limit.max(Duration::from_secs(holder.map_or(0, |h| h.limit_s)));
-        let being_made = || !matches!(lock_file(&path), Ok(Some(_)));
+        let being_made = || match lock_file(&path) {
+            Ok(lock) => lock.is_none(),
+            // Not every server locks.
+            Err(_) => age < limit,
+        };
         let mut exists = None;
         let free = match holder {
             Some(holder) => {
@@ -201,7 +214,8 @@ impl Place {
                 holder.given_back
                     || holder.is(me)
                     || match exists {
-                        Some(exists) => !exists && !being_made(),
+                        // In this order: whoever makes it lets go when it is there.
+                        Some(_) => !being_made() && holder.exists(me) == Some(false),
                         None => age >= limit,
                     }
             }

@@ -16,12 +16,12 @@ use super::{Place, lock_file, setting};
 
 /// How many checkpoints of a name stay, the new one with them; or `all`.
 pub const KEEP: &str = "dev.cryopod.checkpoint.keep";
-/// The number of the newest checkpoint that a container was to be restored from and was not. Its own must not supersede it.
-pub const NOT_RESTORED: &str = "dev.cryopod.restore.kept";
 const DEFAULT: usize = 2;
 const MAX: usize = 1000;
 /// Stands before the number of a checkpoint that is being removed.
 pub(super) const REMOVED: &str = ".removed-";
+/// Stands before the number up to which all checkpoints stay.
+const KEPT: &str = "kept-";
 
 /// Returns how many checkpoints of the container's name stay; `None`: all.
 pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
@@ -35,12 +35,6 @@ pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
             number.map(Some).ok_or_else(wrong)
         }
     }
-}
-
-/// Returns the number up to which all checkpoints stay.
-pub fn not_restored(spec: &Spec) -> u64 {
-    let number = spec.annotation(NOT_RESTORED);
-    number.map_or(0, |number| number.parse().unwrap_or(u64::MAX))
 }
 
 /// Locks a checkpoint against its removal while it is restored.
@@ -68,12 +62,15 @@ pub fn hold(checkpoint: &Path) -> Result<Option<Flock<File>>, String> {
 
 impl Place {
     /// Removes all but the newest checkpoints of the name. One that is being restored stays, one that another in the place
-    /// builds upon, and all up to the number `kept`.
+    /// builds upon, and all that [`Self::keep_up_to`] names.
     ///
     /// # Errors
     /// What cannot be read or removed. Each checkpoint that is left is whole.
-    pub fn prune(&self, keep: usize, kept: u64) -> io::Result<()> {
-        self.sweep_removed()?;
+    pub fn prune(&self, keep: usize) -> io::Result<()> {
+        if let Err(e) = self.sweep_removed() {
+            tracing::warn!("{}: {e}", self.directory.display());
+        }
+        let kept = self.numbers(KEPT)?.pop().unwrap_or(0);
         let mut old = self.numbers("")?;
         old.retain(|number| *number > kept);
         old.truncate(old.len().saturating_sub(keep));
@@ -118,16 +115,25 @@ impl Place {
     /// Returns false if it is being restored, or is not this program's.
     fn remove(&self, path: &Path) -> io::Result<bool> {
         let locked = if_there(lock_file(&path.join(names::METADATA)))?;
-        let Some(_lock) = locked.flatten() else {
+        let Some(lock) = locked.flatten() else {
             return Ok(false);
         };
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let removed = self.directory.join(format!("{REMOVED}{name}"));
         // Under its name it is whole.
         fs::rename(path, &removed)?;
+        // NFS keeps a file that is open, and with it the directory.
+        drop(lock);
         fs::remove_dir_all(removed)?;
         tracing::info!("{}: newer ones supersede it: removed", path.display());
         Ok(true)
+    }
+
+    /// Has this checkpoint and all before it stay, whatever containers write later.
+    pub fn keep_up_to(&self, checkpoint: &Path) -> io::Result<()> {
+        let number = checkpoint.file_name().unwrap_or_default();
+        let file = format!("{KEPT}{}", number.to_string_lossy());
+        File::create(self.directory.join(file)).map(drop)
     }
 
     /// Removes what is left of those that a killed process was removing.
@@ -210,13 +216,13 @@ mod tests {
     fn the_newest_stay() {
         let (_dir, place) = place(&[(1, None), (2, None), (3, None), (10, None)]);
         fs::create_dir(place.directory.join(".removed-000000")).unwrap();
-        place.begin().unwrap().complete();
-        place.prune(3, 0).unwrap();
+        place.begin().unwrap().complete().unwrap();
+        place.prune(3).unwrap();
         assert_eq!(place.numbers("").unwrap(), [3, 10, 11]);
-        place.prune(1, 10).unwrap();
-        assert_eq!(place.numbers("").unwrap(), [3, 10, 11], "not restored");
-        place.prune(3, 0).unwrap();
         assert_eq!(fs::read_dir(&place.directory).unwrap().count(), 3);
+        place.keep_up_to(&place.complete(10)).unwrap();
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [3, 10, 11], "not restored");
     }
 
     #[test]
@@ -224,16 +230,16 @@ mod tests {
         let (dir, place) = place(&[(1, None), (2, Some(1)), (3, None), (4, Some(2)), (5, None)]);
         let directory = dir.path().canonicalize().unwrap().join("c2");
         make(&Place { directory }, 9, Some(3));
-        place.prune(2, 0).unwrap();
+        place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
         fs::remove_dir_all(dir.path().join("c2")).unwrap();
-        place.prune(2, 0).unwrap();
+        place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 4, 5]);
-        place.prune(1, 0).unwrap();
+        place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5]);
         fs::remove_file(place.complete(5).join(names::METADATA)).unwrap();
         make(&place, 6, None);
-        place.prune(1, 0).unwrap();
+        place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5, 6], "not cryopod's");
     }
 
@@ -242,7 +248,7 @@ mod tests {
         let (_dir, place) = place(&[(1, None), (2, None), (3, None)]);
         let held = hold(&place.complete(2)).unwrap();
         assert!(held.is_some());
-        place.prune(1, 0).unwrap();
+        place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [2, 3]);
         drop(held);
         let removing = lock_file(&place.complete(2).join(names::METADATA)).unwrap();

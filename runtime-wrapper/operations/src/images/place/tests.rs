@@ -126,13 +126,20 @@ fn a_checkpoint_is_complete_or_absent() {
             .begin()
             .is_ok_and(|third| third.path() != first.path())
     );
-    let named = first.complete();
+    let named = first.complete().unwrap();
+    let open = fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let open = open.filter_map(|fd| fs::read_link(fd.path()).ok());
+    assert!(
+        !open
+            .into_iter()
+            .any(|path| path.starts_with(named.parent().unwrap()))
+    );
     assert_eq!(fs::read_dir(&named).unwrap().count(), 1);
     assert_eq!(named, place.directory.join("000001"));
     assert!(named.join("pages-1.img").exists());
     assert_eq!(place.numbers("").unwrap(), [1]);
     assert_eq!(
-        place.begin().unwrap().complete(),
+        place.begin().unwrap().complete().unwrap(),
         place.directory.join("000002")
     );
 }
@@ -153,6 +160,7 @@ fn what_killed_writers_left() {
     killed(2, true, 3600);
     // Its writer may be about to rename it.
     killed(3, true, 0);
+    let _writer = lock_file(&place.partial(3).join(WRITER)).unwrap();
     killed(4, false, 0);
     // Its writer has not locked it yet.
     fs::remove_file(place.partial(4).join(WRITER)).unwrap();
@@ -163,13 +171,15 @@ fn what_killed_writers_left() {
         let directory = File::open(place.partial(number)).unwrap();
         directory.set_modified(then).unwrap();
     }
+    killed(7, true, 0);
     let next = place.begin().unwrap();
+    assert!(place.complete(7).is_dir());
     assert!(place.partial(5).is_dir() && !place.partial(6).exists());
     assert!(place.partial(4).is_dir());
     assert!(!place.partial(1).exists());
     assert!(place.complete(2).is_dir() && !place.partial(2).exists());
     assert!(place.partial(3).is_dir());
-    assert_eq!(next.path(), place.partial(7));
+    assert_eq!(next.path(), place.partial(8));
 }
 
 #[test]
@@ -180,7 +190,7 @@ fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
     for _ in 0..3 {
         let partial = place.begin().unwrap();
         partial.path().put(names::METADATA, "{}");
-        partial.complete();
+        partial.complete().unwrap();
     }
     let [newest, older, oldest] = &place.newest_first().unwrap()[..] else {
         panic!("there are three");
@@ -193,6 +203,6 @@ fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
         place.newest_first().unwrap(),
         [older.clone(), oldest.clone()]
     );
-    let next = place.begin().unwrap().complete();
+    let next = place.begin().unwrap().complete().unwrap();
     assert!(next.ends_with("000004"), "{next:?}");
 }
