@@ -138,6 +138,8 @@ impl Cache {
             }
             std::thread::sleep(PAUSE);
         };
+        // Before it needs room.
+        self.sweep(LEFTOVER);
         // Another process may have been first.
         if let Some(images) = self.find(origin) {
             let _ = fs::remove_dir_all(&work);

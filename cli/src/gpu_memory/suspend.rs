@@ -179,13 +179,17 @@ impl RunningContainer {
     }
 }
 
+/// How long a checkpoint that the container makes periodically may be under way.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Finds the container of this name, and its record if it is suspended. Nobody else suspends or resumes it meanwhile.
 pub fn find(
     host: &Host,
     name: &str,
 ) -> anyhow::Result<(Container, Option<SuspendedRecord>, SuspendLock)> {
     let container = Container::find(host, name)?;
-    let lock = SuspendLock::take(host, container.init).with_context(|| name.to_owned())?;
+    let lock = SuspendLock::take(host, container.init, PATIENCE);
+    let lock = lock.with_context(|| name.to_owned())?;
     suspended::sweep(host);
     let record = SuspendedRecord::of(host, container.init);
     Ok((container, record, lock))

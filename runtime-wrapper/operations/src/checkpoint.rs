@@ -17,6 +17,7 @@ mod planned;
 mod prepare;
 mod refused_before;
 
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::ExitCode;
@@ -144,8 +145,13 @@ fn with_metadata(
     mut own: Option<OwnCheckpoint<'_>>,
     started: Instant,
 ) -> Result<ExitCode, Error> {
-    let _not_suspended = SuspendLock::take(&request.host, state.init)
-        .map_err(|e| Error::untouched(format!("checkpoint of {} refused: {e}", request.id())))?;
+    let _not_suspended = match SuspendLock::take(&request.host, state.init, Duration::ZERO) {
+        // The plan says that it has ended.
+        Err(e) if e.kind() == ErrorKind::NotFound => None,
+        lock => Some(lock.map_err(|e| {
+            Error::untouched(format!("checkpoint of {} refused: {e}", request.id()))
+        })?),
+    };
     let mut planned = plan::plan(request, state, nodes.clone())?;
     let watched;
     let signals = match &own {

@@ -109,7 +109,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     suspended::sweep(&host);
-    let _lock = SuspendLock::take(&host, state.init)
+    let _lock = SuspendLock::take(&host, state.init, Duration::ZERO)
         .map_err(|e| Error::Failed(format!("pause of {} failed: {e}", inv.id)))?;
     if SuspendedRecord::of(&host, state.init).is_some() {
         // `cryopod suspend` has locked it already.

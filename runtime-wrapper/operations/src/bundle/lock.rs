@@ -21,7 +21,7 @@ impl BundleLock {
     /// Takes the lock, which a file system without locks does not have.
     ///
     /// A restore waits with `patience` for a guard to remove the container: its engine starts a container once, perhaps
-    /// with nobody there to repeat it. A checkpoint has none: whoever wants it can ask again, and its container runs.
+    /// with nobody there to repeat it. So does a stop. Another checkpoint has none: whoever wants it can ask again.
     ///
     /// # Errors
     /// Another process has it: `refused` says what is refused.

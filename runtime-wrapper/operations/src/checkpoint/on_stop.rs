@@ -64,7 +64,6 @@ const DEFAULT_GRACE: u64 = 10;
 pub const NAME: &str = "cryopod-on-stop";
 /// The file in the low-level runtime's directory of the container that this program locks.
 const LOCK: &str = "cryopod-on-stop";
-const MAX_LOG: u64 = 1 << 20;
 /// The exit code of a process that TERM ends.
 const EXIT_CODE: i32 = 128 + libc::SIGTERM;
 /// How long after its time limit a checkpoint may take to give up before the TERM is sent regardless.
@@ -275,9 +274,7 @@ fn claim(ctx: &Context, inv: &Invocation) -> std::io::Result<Option<File>> {
 /// Opens the log, which a former one makes room for.
 fn own_log() -> Stdio {
     let log = Path::new(log::DETACHED);
-    if log.metadata().is_ok_and(|m| m.len() > MAX_LOG) {
-        let _ = std::fs::rename(log, log.with_extension("log.1"));
-    }
+    log::make_room(log);
     let file = File::options()
         .append(true)
         .create(true)
@@ -317,7 +314,7 @@ pub fn main(ctx: &Context) -> ExitCode {
             tracing::info!("{id}: stopped after {} ms", since.elapsed().as_millis());
             return ExitCode::SUCCESS;
         }
-        Err(e) => tracing::error!("{id}: the stop is no checkpoint, TERM is sent: {e}"),
+        Err(e) => tracing::error!("{id}: the stop is no checkpoint: {e}"),
     }
     // Its engine may have started another one of this id meanwhile.
     if state.as_ref().is_some_and(|state| started(state) != before) {
@@ -332,15 +329,20 @@ pub fn main(ctx: &Context) -> ExitCode {
             tracing::warn!("{id}: {e}");
         }
     }
-    if has_term.into_inner() {
-        return ExitCode::FAILURE;
+    if !has_term.into_inner() {
+        let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
+        match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
+            Ok(out) if out.code == 0 => tracing::info!("{id}: TERM is sent"),
+            Ok(out) => tracing::warn!("{id}: TERM: {}", out.stderr.trim()),
+            Err(e) => tracing::warn!("{id}: TERM: {e}"),
+        }
     }
-    let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
-    match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
-        Ok(out) if out.code == 0 => {}
-        Ok(out) => tracing::warn!("{id}: TERM: {}", out.stderr.trim()),
-        Err(e) => tracing::warn!("{id}: TERM: {e}"),
+    // The lock, which would swallow the next TERM.
+    let unlocked = File::open("/dev/null").map(|null| nix::unistd::dup2_stdin(&null));
+    if let Err(e) = unlocked {
+        tracing::warn!("{id}: {e}");
     }
+    drop(incomplete);
     ExitCode::FAILURE
 }
 
@@ -410,6 +412,7 @@ fn save_in_time(
     signals: &Signals,
     partial: &mut Option<PartialCheckpoint>,
 ) -> Result<(Place, PathBuf), Error> {
+    let since = Instant::now();
     let _no_other = every::end(&state::directory(ctx, inv), asked.limit);
     let me = LeaseHolder::noted(&inv.id, state::directory(ctx, inv));
     let (place, begun) = asked.begin(&me)?;
@@ -438,7 +441,7 @@ fn save_in_time(
     };
     let own = super::OwnCheckpoint {
         signals,
-        patience: asked.limit,
+        patience: asked.limit.saturating_sub(since.elapsed()),
         end: Some(&mut end),
     };
     super::into_place(&stopping, &inv_of_checkpoint, state, own)?;

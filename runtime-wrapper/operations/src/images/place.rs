@@ -297,7 +297,8 @@ impl Place {
         }
         let complete = self.numbers("")?;
         let damaged = self.numbers(DAMAGED)?;
-        let last = [&complete, &partial, &damaged].map(|numbers| numbers.last());
+        let kept = self.numbers(prune::KEPT)?;
+        let last = [&complete, &partial, &damaged, &kept].map(|numbers| numbers.last());
         let last = last.into_iter().flatten().max().copied().unwrap_or(0);
         for number in (last..).skip(1).take(TRIES as usize) {
             let path = self.partial(number);
@@ -310,6 +311,7 @@ impl Place {
                 to: self.complete(number),
                 path,
                 lock,
+                is_complete: false,
             });
         }
         Err(io::Error::other("others take each next number"))
@@ -381,6 +383,7 @@ pub struct PartialCheckpoint {
     to: PathBuf,
     /// Open as long as it is written: NFS keeps a file that is open, and with it the directory.
     lock: Option<File>,
+    is_complete: bool,
 }
 
 impl PartialCheckpoint {
@@ -393,18 +396,25 @@ impl PartialCheckpoint {
     ///
     /// # Errors
     /// It has none. Its metadata are there, so it is complete, and the next host to look does this.
-    pub fn complete(self) -> io::Result<PathBuf> {
-        std::mem::ManuallyDrop::new(self).name()
+    pub fn complete(mut self) -> io::Result<PathBuf> {
+        self.is_complete = true;
+        self.name()
     }
 
     fn name(&mut self) -> io::Result<PathBuf> {
         // In this order: nobody takes this process for dead.
         let _ = fs::remove_file(self.path.join(WRITER));
         drop(self.lock.take());
-        let renamed = fs::rename(&self.path, &self.to);
+        // Another host may have been first.
+        let renamed = match fs::rename(&self.path, &self.to) {
+            Err(_) if self.to.exists() => Ok(()),
+            renamed => renamed,
+        };
         let directory = self.to.parent().unwrap_or(Path::new("/"));
-        let synced = renamed.and_then(|()| File::open(directory)?.sync_all());
-        synced.map(|()| self.to.clone()).inspect_err(|e| {
+        if let Err(e) = File::open(directory).and_then(|directory| directory.sync_all()) {
+            tracing::warn!("{}: {e}", directory.display());
+        }
+        renamed.map(|()| self.to.clone()).inspect_err(|e| {
             tracing::warn!(
                 "{}: not yet {}: {e}",
                 self.path.display(),
@@ -416,6 +426,9 @@ impl PartialCheckpoint {
 
 impl Drop for PartialCheckpoint {
     fn drop(&mut self) {
+        if self.is_complete {
+            return;
+        }
         // The container was lost after its checkpoint: nothing else is left of it.
         if self.path.join(names::METADATA).exists() {
             tracing::warn!("{}: kept, as it is complete", self.path.display());

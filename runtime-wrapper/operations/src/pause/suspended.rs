@@ -4,6 +4,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use cryopod_cuda::suspend::Suspended;
 use cryopod_cuda::write_json;
@@ -45,19 +46,24 @@ pub struct SuspendLock {
 }
 
 impl SuspendLock {
-    /// Takes it. Records are read, written and removed under it.
+    /// Takes it, with `patience` if another one has it. Records are read, written and removed under it.
     ///
     /// # Errors
     /// Another one works at the container, or it has ended.
-    pub fn take(host: &Host, init: i32) -> io::Result<Self> {
-        let process = File::open(host.path(format!("/proc/{init}")))?;
-        match Flock::lock(process, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Self { _lock: lock }),
-            Err((_, Errno::EWOULDBLOCK)) => {
-                let what = "a checkpoint, suspend or resume of it is under way; try again when that has ended";
-                Err(io::Error::new(io::ErrorKind::ResourceBusy, what))
+    pub fn take(host: &Host, init: i32, patience: Duration) -> io::Result<Self> {
+        let mut process = File::open(host.path(format!("/proc/{init}")))?;
+        let until = Instant::now() + patience;
+        loop {
+            match Flock::lock(process, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(Self { _lock: lock }),
+                Err((same, Errno::EWOULDBLOCK)) if Instant::now() < until => process = same,
+                Err((_, Errno::EWOULDBLOCK)) => {
+                    let what = "a checkpoint, suspend or resume of it is under way; try again when that has ended";
+                    return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+                }
+                Err((_, e)) => return Err(e.into()),
             }
-            Err((_, e)) => Err(e.into()),
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 }

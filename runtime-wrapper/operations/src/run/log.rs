@@ -32,6 +32,16 @@ struct Lines {
 /// gone later.
 pub const DETACHED: &str = names::DETACHED_LOG;
 
+/// A log of this size makes room for a new one.
+const MAX_DETACHED: u64 = 1 << 20;
+
+/// Makes room for messages of processes that go on without an engine.
+pub fn make_room(log: &Path) {
+    if log.metadata().is_ok_and(|m| m.len() > MAX_DETACHED) {
+        let _ = std::fs::rename(log, log.with_extension("log.1"));
+    }
+}
+
 /// Directs messages to a log of cryopod's own, which is standard error, too.
 pub fn init_at(file: &Path) {
     let lines = Lines {
@@ -76,6 +86,9 @@ impl<S: Subscriber> Layer<S> for Lines {
         let message = format!("cryopod: {}{}", text.message, text.fields);
         let message = printable(&message);
         let written = self.file.as_ref().is_some_and(|path| {
+            if self.one {
+                make_room(path);
+            }
             append(path, &line(&message, level, self.json, SystemTime::now())).is_ok()
         });
         // Without a log file standard error is the log. Errors go there in any case, for people to see.

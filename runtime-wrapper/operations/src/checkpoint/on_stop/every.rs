@@ -130,6 +130,11 @@ fn lock(directory: &Path) -> io::Result<Flock<File>> {
     Ok(Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e)?)
 }
 
+fn is_empty(directory: &Path) -> bool {
+    let file = directory.join(LOCK).metadata();
+    file.is_ok_and(|file| file.len() == 0)
+}
+
 /// Locks as the process that [`interrupt`] finds. Returns with the lock whether a stop was told while it was free.
 fn attended(directory: &Path) -> io::Result<(Flock<File>, bool)> {
     let mut lock = lock(directory)?;
@@ -171,15 +176,23 @@ fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let is_made = || maker != Some(std::os::unix::process::parent_id());
     let directory = state::directory(ctx, inv);
     // A restore that fails is followed by another, or by a container without a checkpoint.
+    let mut is_stopped = false;
     loop {
         let made = is_made();
         if directory.exists() {
-            // A stop may have the lock at this moment, or the directory may be gone.
-            if let Ok(attendance) = Attendance::begin(ctx, inv, &signals, &directory) {
-                attendance.attend(period, stopping);
-                if is_made() {
-                    return Ok(());
+            match Attendance::begin(ctx, inv, &signals, &directory) {
+                Ok(attendance) => {
+                    attendance.attend(period, stopping, is_stopped);
+                    if is_made() {
+                        return Ok(());
+                    }
                 }
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                // A stop has it, which writes no process there.
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && is_empty(&directory) => {
+                    is_stopped = true;
+                }
+                Err(e) => return Err(Error::io(LOCK)(e)),
             }
         } else if made || signals.interrupted() {
             return Ok(());
@@ -225,7 +238,11 @@ impl<'a> Attendance<'a> {
     }
 
     /// Checkpoints the container until it is gone, or has ended after an interrupt, for which it may take `stopping`.
-    fn attend(mut self, period: Duration, stopping: Duration) {
+    /// `is_stopped`: it has had one already.
+    fn attend(mut self, period: Duration, stopping: Duration, is_stopped: bool) {
+        if is_stopped && !self.outlives_its_stop(stopping) {
+            return;
+        }
         let mut wait = period;
         let mut due = Instant::now() + period;
         while self.exists() {

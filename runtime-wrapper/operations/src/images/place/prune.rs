@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
-use cryopod_archive::metadata::Metadata;
+use cryopod_archive::metadata::{Metadata, MetadataError};
 use cryopod_host::files::if_there;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
@@ -21,7 +21,7 @@ const MAX: usize = 1000;
 /// Stands before the number of a checkpoint that is being removed.
 pub(super) const REMOVED: &str = ".removed-";
 /// Stands before the number up to which all checkpoints stay.
-const KEPT: &str = "kept-";
+pub(super) const KEPT: &str = "kept-";
 
 /// Returns how many checkpoints of the container's name stay; `None`: all.
 pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
@@ -174,8 +174,15 @@ impl Needed {
     }
 }
 
+/// Reads what a checkpoint builds upon; `None` for a damaged one, which no version restores.
 fn metadata(path: &Path) -> io::Result<Option<Metadata>> {
-    Metadata::open(path).map_err(io::Error::other)
+    match Metadata::open(path) {
+        Err(e @ (MetadataError::Invalid { .. } | MetadataError::TooLarge { .. })) => {
+            tracing::warn!("{e}");
+            Ok(None)
+        }
+        read => read.map_err(io::Error::other),
+    }
 }
 
 #[cfg(test)]
@@ -241,6 +248,12 @@ mod tests {
         make(&place, 6, None);
         place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5, 6], "not cryopod's");
+        let damaged = place.complete(7);
+        fs::create_dir(&damaged).unwrap();
+        fs::write(damaged.join(names::METADATA), "{").unwrap();
+        make(&place, 8, None);
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [5, 8]);
     }
 
     #[test]
