@@ -57,6 +57,8 @@ if grep "the container goes on running" /tmp/said; then
 else
     grep "the container is no longer running.*are complete: a restore brings it back" /tmp/said
     before=$(count c1)
+    over() { [ "$(pod inspect -f '{{.State.Status}}' c1)" = exited ]; }
+    wait_for over # podman knows it from conmon, a moment later
     pod container restore c1 > /dev/null
     wait_for counted c1 $((before + 5))
     pod logs c1 > /tmp/numbers

@@ -25,13 +25,14 @@ def status(pid):
         return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
 
 
-def confined(name, old):
-    """A confined process, none of the old ones, whose command line has this name."""
+def confined(name, old, filters):
+    """A confined process, none of the old ones, whose command line has this name and which has all its filters: between
+    the first and the second of them it is not confined yet."""
     for pid in filter(str.isdigit, set(os.listdir("/proc")) - old):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = file.read().decode(errors="replace").split("\0")
-            if name in " ".join(words) and "probe.py" not in " ".join(words) and status(pid)["Seccomp"] == "2":
+            if name in " ".join(words) and "probe.py" not in " ".join(words) and int(status(pid)["Seccomp_filters"]) >= filters:
                 return int(pid)
         except (OSError, KeyError):
             pass
@@ -56,10 +57,11 @@ try:
 except PermissionError:
     os.nice(-20)
 pid, end, old = None, time.time() + 120, set(os.listdir("/proc"))
+filters = int(status("self")["Seccomp_filters"]) + 2
 open(sys.argv[2] + ".waits", "w").close()
 while not pid and time.time() < end:
     time.sleep(0.001)  # others of its priority, and the kernel's threads, need the core, too
-    pid = confined(sys.argv[1], old)
+    pid = confined(sys.argv[1], old, filters)
 if not pid:
     sys.exit("no confined process")
 trace(ATTACH, pid)
