@@ -3,7 +3,7 @@
 #   tools/       qemu and what it needs, unpacked
 #   vmlinuz      the kernel of ROOT's Debian
 #   initrd       busybox, and the modules without which nothing can be mounted
-#   disk.img     ROOT and the kernel's modules, as ext4
+#   disk.img     ROOT, the kernel's modules and a server of NFS, as ext4
 #
 # `tests/vm/run` runs it in mount and PID namespaces of its own, where an interrupted build leaves no mount and no
 # process. The machine's name in the cache has a hash of this file: edit it, and a new one is built.
@@ -13,7 +13,7 @@ root=$1 dir=$2
 # Modules that the initrd loads, and those that are unpacked on the disk: the emulated processor takes seconds
 # for what is one here.
 boot_modules=(virtio_blk ext4 overlay 9p 9pnet_virtio)
-unpacked_modules=("${boot_modules[@]}" amdgpu vgem radeon cuse)
+unpacked_modules=("${boot_modules[@]}" amdgpu vgem radeon cuse nfsd nfsv4 veth)
 
 mkdir "$dir"/{tools,work,upper,at}
 at=$dir/at
@@ -36,7 +36,11 @@ for deb in "$at"/var/cache/apt/archives/*.deb; do
         *) dpkg-deb -x "$deb" "$dir/tools" ;;
     esac
 done
-rm -rf "$dir"/tools/usr/share/{doc,man,locale}
+# A server of NFS for the disk. Its scripts, and what they would start, are not needed.
+in_root apt-get clean
+in_root timeout 600 apt-get install -y --no-install-recommends --download-only nfs-kernel-server
+for deb in "$at"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$deb" "$dir/kernel"; done
+rm -rf "$dir"/{tools,kernel}/usr/share/{doc,man,locale} "$dir"/kernel/etc
 mv "$(find "$dir/kernel" -name 'vmlinuz*' -type f)" "$dir/vmlinuz" # in boot, or since forky with the modules
 
 modules=$(echo "$dir"/kernel/usr/lib/modules/*)

@@ -131,7 +131,11 @@ fn create(
     let newest = newest.map(|place| Newest::of(ctx, inv, spec, named, place));
     let newest = newest.transpose()?;
     // A restore may take longer than the lease counts.
-    let renewal = newest.as_ref().and_then(|newest| newest.note(&inv.id));
+    let renewal = newest.as_ref().map(|newest| {
+        let noted = newest.note(&inv.id);
+        noted.inspect_err(|_| newest.give_back(&inv.id))
+    });
+    let renewal = renewal.transpose()?.flatten();
     let restored = match &newest {
         None => restored(ctx, inv, spec, named),
         Some(newest) => newest.restore(&ctx.config, named.by, |named| {
@@ -140,8 +144,10 @@ fn create(
     };
     // The end of a stuck restore is the end of all processes below this one.
     let ended = renewal.is_some_and(|mut child| !matches!(child.try_wait(), Ok(None)));
-    if let (Some(newest), true) = (&newest, ended) {
-        newest.note(&inv.id);
+    if let (Some(newest), true) = (&newest, ended)
+        && let Err(e) = newest.note(&inv.id)
+    {
+        tracing::warn!("{e}");
     }
     match restored {
         Err(e) if start_without => {

@@ -92,11 +92,14 @@ impl Newest {
         }
     }
 
-    /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. Without the note
-    /// others wait for the lease's time limit.
-    pub fn note(&self, id: &str) -> Option<Child> {
+    /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. `None`: it has
+    /// none.
+    ///
+    /// # Errors
+    /// Nobody renews it: another host would take it over while the container runs.
+    pub fn note(&self, id: &str) -> Result<Option<Child>, Error> {
         let (Some(path), Some(lease)) = (lease::note_of(OsStr::new(id)), &self.lease) else {
-            return None;
+            return Ok(None);
         };
         let directory = path.parent().unwrap_or(Path::new("/"));
         let made = fs::create_dir_all(directory);
@@ -104,8 +107,10 @@ impl Newest {
         let noted = made.and_then(|()| write_json(&path, &note));
         let limit = self.limit.unwrap_or_default();
         let started = noted.and_then(|()| renewal::start(id, limit, lease));
-        let warn = |e: &io::Error| tracing::warn!("{}: {e}", path.display());
-        started.inspect_err(warn).ok()
+        started.map(Some).map_err(|e| {
+            let path = path.display();
+            Error::not_started(format!("the lease cannot be renewed: {path}: {e}"))
+        })
     }
 
     /// Restores the newest checkpoint that is not damaged, as if the container had named it.

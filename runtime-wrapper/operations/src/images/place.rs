@@ -13,7 +13,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::format::names;
 use cryopod_host::files::if_there;
@@ -344,7 +344,7 @@ impl Place {
             Err(_) => older(RENAME_LIMIT),
         };
         if abandoned && !path.join(names::METADATA).exists() {
-            let _ = fs::remove_dir_all(path);
+            let _ = remove_all(&path);
         }
     }
 }
@@ -373,6 +373,19 @@ fn make_locked(path: &Path, text: &[u8]) -> io::Result<Option<File>> {
         Ok(file) => Ok(Some(file)),
         Err(e) if e.error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
         Err(e) => Err(e.error),
+    }
+}
+
+/// Removes a directory. NFS lets go of a file a moment after it is closed.
+fn remove_all(directory: &Path) -> io::Result<()> {
+    let until = Instant::now() + Duration::from_secs(5);
+    loop {
+        match fs::remove_dir_all(directory) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            removed => return removed,
+        }
     }
 }
 
@@ -436,7 +449,7 @@ impl Drop for PartialCheckpoint {
             return;
         }
         drop(self.lock.take());
-        if let Err(e) = fs::remove_dir_all(&self.path) {
+        if let Err(e) = remove_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());
         }
     }

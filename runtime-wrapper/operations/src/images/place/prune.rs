@@ -12,7 +12,7 @@ use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use super::{Place, lock_file, setting};
+use super::{Place, lock_file, remove_all, setting};
 
 /// How many checkpoints of a name stay, the new one with them; or `all`.
 pub const KEEP: &str = "dev.cryopod.checkpoint.keep";
@@ -124,7 +124,7 @@ impl Place {
         fs::rename(path, &removed)?;
         // NFS keeps a file that is open, and with it the directory.
         drop(lock);
-        fs::remove_dir_all(removed)?;
+        remove_all(&removed)?;
         tracing::info!("{}: newer ones supersede it: removed", path.display());
         Ok(true)
     }

@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, ExitCode};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::Place;
 use super::lease::{self, LeaseHolder, NameLease};
@@ -65,7 +65,7 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
     };
     let note = note.metadata().map_err(|e| e.to_string())?.ino();
     let (place, me) = lease::read_note(path).ok_or("the note cannot be read")?;
-    let (mut made, mut renewed) = (Instant::now(), Instant::now());
+    let (mut made, mut renewed) = (Instant::now(), Moment::now());
     let mut lock = io::stdin().as_fd().try_clone_to_owned().ok();
     let null = File::open("/dev/null").map_err(|e| e.to_string())?;
     nix::unistd::dup2_stdin(&null).map_err(|e| e.to_string())?;
@@ -84,8 +84,22 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
         }
         if renewed.elapsed() >= limit / RENEWALS {
             renew(&place, &me)?;
-            renewed = Instant::now();
+            renewed = Moment::now();
         }
+    }
+}
+
+/// A moment by two clocks: one does not count the time for which the host sleeps, the other may be set back.
+struct Moment(Instant, SystemTime);
+
+impl Moment {
+    fn now() -> Self {
+        Self(Instant::now(), SystemTime::now())
+    }
+
+    /// How long ago it was by the clock that says more.
+    fn elapsed(&self) -> Duration {
+        self.0.elapsed().max(self.1.elapsed().unwrap_or_default())
     }
 }
 
