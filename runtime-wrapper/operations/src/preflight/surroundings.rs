@@ -163,6 +163,7 @@ pub fn checkpoint(
         criu: CriuFacts {
             options: options.for_the_restore(flags),
             helpers: helpers.recorded,
+            dumped: None,
         },
         lsm: labels(spec),
         extra: Extra {
