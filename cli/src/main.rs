@@ -27,7 +27,7 @@ use activity::{metrics, top};
 use archives::{bundle, flatten, pack, pull, push, unpack, verify};
 use clap::{Parser, Subcommand};
 use cryopod_archive::format::text::printable;
-use cryopod_host::signals::keep_children;
+use cryopod_host::processes::signals::keep_children;
 use cryopod_operations::run::metrics as counts;
 use engines::{export, import, migrate};
 use gpu_memory::{resume, suspend};

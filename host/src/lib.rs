@@ -12,7 +12,6 @@
 //! - [`cgroups`]: the host's cgroup set-up, and cgroups of a container.
 //! - [`containerd`]: its image directories.
 //! - [`programs`], [`limited`]: other programs, within a time limit.
-//! - [`signals`]: what this program's caller ignores.
 
 pub mod cgroups;
 pub mod containerd;
@@ -27,7 +26,6 @@ pub mod processes;
 pub mod programs;
 pub mod sandbox;
 pub mod shared;
-pub mod signals;
 pub mod sock_diag;
 pub mod spec;
 

@@ -6,6 +6,7 @@
 
 pub mod id_map;
 pub mod maps;
+pub mod signals;
 pub mod stat;
 
 use std::collections::{BTreeMap, HashSet};

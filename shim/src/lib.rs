@@ -36,7 +36,7 @@ use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use cryopod_host::signals::keep_children;
+use cryopod_host::processes::signals::keep_children;
 
 /// Errors before the shim serves.
 #[derive(Debug, thiserror::Error)]

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
 use cryopod_host::limited::wait_until;
-use cryopod_host::signals::not_ignored;
+use cryopod_host::processes::signals::not_ignored;
 use cryopod_operations::pause::hold;
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{SigSet, Signal};

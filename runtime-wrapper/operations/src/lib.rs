@@ -38,7 +38,7 @@ use checkpoint::on_stop::{self, every};
 use config::Config;
 use create_from::{newest, waiting};
 use criu::program;
-use cryopod_host::signals::keep_children;
+use cryopod_host::processes::signals::keep_children;
 use error::Error;
 use images::place::renewal;
 use request::argv::{self, Invocation, Verb};

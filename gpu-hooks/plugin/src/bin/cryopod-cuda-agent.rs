@@ -18,7 +18,7 @@ use cryopod_cuda::nvml;
 use cryopod_cuda::vram::ceiling::Ceiling;
 use cryopod_cuda::vram::worker;
 use cryopod_host::files::Host;
-use cryopod_host::signals::keep_children;
+use cryopod_host::processes::signals::keep_children;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
-use cryopod_host::signals::not_ignored;
+use cryopod_host::processes::signals::not_ignored;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
 use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, signal, sigprocmask};

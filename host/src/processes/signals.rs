@@ -2,8 +2,8 @@
 
 use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 
+use super::stat::StatusFile;
 use crate::files::Host;
-use crate::processes::stat::StatusFile;
 
 /// Has the ends of this process's children wait until it asks for them: call it first. Where SIGCHLD is ignored, the
 /// kernel discards them.
