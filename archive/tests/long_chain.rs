@@ -6,7 +6,7 @@ mod common;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
-use cryopod_archive::format::limits::raise_open_files;
+use cryopod_archive::format::limits::{OpenFilesRaised, raise_open_files};
 use cryopod_archive::vram::{self, Vram};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -39,6 +39,8 @@ fn more_files_than_may_be_open() {
     setrlimit(Resource::RLIMIT_NOFILE, 32, hard).unwrap();
     assert!(Vram::open(last, None).is_err());
     assert_eq!(Vram::check(last, None, &[]).unwrap(), Some(39));
+    drop(OpenFilesRaised::new());
+    assert_eq!(getrlimit(Resource::RLIMIT_NOFILE).unwrap(), (32, hard));
     raise_open_files();
     assert!(Vram::open(last, None).is_ok());
     setrlimit(Resource::RLIMIT_NOFILE, 32, hard).unwrap();

@@ -17,6 +17,8 @@ mod store;
 mod temp_dir;
 mod terminal;
 
+use std::any::Any;
+use std::panic;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -25,6 +27,7 @@ use activity::{metrics, top};
 use archives::{bundle, flatten, pack, pull, push, unpack, verify};
 use clap::{Parser, Subcommand};
 use cryopod_archive::format::text::printable;
+use cryopod_host::processes::signals::keep_children;
 use cryopod_operations::run::metrics as counts;
 use engines::{export, import, migrate};
 use gpu_memory::{resume, suspend};
@@ -89,14 +92,35 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    match run() {
+    keep_children();
+    while_read(|| match run() {
         Ok(code) => code,
         Err(error) => {
             // The message may hold names from archives and containers.
             eprintln!("Error: {}", printable(&one_line(&error)));
             ExitCode::FAILURE
         }
-    }
+    })
+}
+
+/// Ends without a message where nobody reads the output any more (`| head`), for which `println!` panics. SIGPIPE would
+/// also end this program for a socket or a child.
+fn while_read(run: fn() -> ExitCode) -> ExitCode {
+    let usual = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if !is_unread(info.payload()) {
+            usual(info);
+        }
+    }));
+    panic::catch_unwind(run).unwrap_or_else(|panicked| match is_unread(&*panicked) {
+        true => ExitCode::from(128 + 13), // as by SIGPIPE
+        false => panic::resume_unwind(panicked),
+    })
+}
+
+fn is_unread(panicked: &(dyn Any + Send)) -> bool {
+    let text = panicked.downcast_ref::<String>();
+    text.is_some_and(|t| t.starts_with("failed printing to std") && t.contains("Broken pipe"))
 }
 
 fn run() -> anyhow::Result<ExitCode> {
@@ -197,7 +221,7 @@ mod tests {
     use anyhow::anyhow;
     use clap::CommandFactory;
 
-    use super::{Cli, one_line};
+    use super::{Cli, is_unread, one_line};
 
     /// Every verb, as its users write it, with its arguments: `--long`, or the name of a positional one.
     fn verbs(command: &clap::Command, name: &str, all: &mut BTreeMap<String, BTreeSet<String>>) {
@@ -246,6 +270,15 @@ mod tests {
                 section.unwrap_or_else(|| panic!("docs/commands.md has no section {verb}"));
             assert_eq!(arguments, section, "docs/commands.md, section {verb}");
         }
+    }
+
+    #[test]
+    fn a_panic_is_more_than_a_closed_pipe() {
+        let of = |text: &str| is_unread(&text.to_owned());
+        assert!(of("failed printing to stdout: Broken pipe (os error 32)"));
+        assert!(!of(
+            "failed printing to stdout: No space left on device (os error 28)"
+        ));
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use cryopod_archive::temporary::{self, Temporary};
+use cryopod_host::processes::named_by_a_process;
 use cryopod_operations::images::handover;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,14 +88,6 @@ fn clean(parent: &Path, holds: Holds) {
             }
         }
     }
-}
-
-/// Returns true if a process has this in its arguments.
-fn named_by_a_process(name: &[u8]) -> bool {
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    processes
-        .filter_map(|process| fs::read(process.path().join("cmdline")).ok())
-        .any(|line| line.windows(name.len()).any(|part| part == name))
 }
 
 #[cfg(test)]

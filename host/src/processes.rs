@@ -6,6 +6,7 @@
 
 pub mod id_map;
 pub mod maps;
+pub mod signals;
 pub mod stat;
 
 use std::collections::{BTreeMap, HashSet};
@@ -305,6 +306,28 @@ pub fn ensure_other_namespace(pid: i32, kind: &str) -> std::io::Result<()> {
         ))),
         false => Ok(()),
     }
+}
+
+/// Returns true if a process of this host has the name in its arguments.
+pub fn named_by_a_process(name: &[u8]) -> bool {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|process| fs::read(process.path().join("cmdline")).ok())
+        .any(|line| line.windows(name.len()).any(|part| part == name))
+}
+
+/// Returns true if a process of this host has the file open, or one below the directory.
+pub fn opened_by_a_process(path: &Path) -> bool {
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .flat_map(|process| {
+            fs::read_dir(process.path().join("fd"))
+                .into_iter()
+                .flatten()
+        })
+        .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok())
+        .any(|target| target.starts_with(&path))
 }
 
 #[cfg(test)]

@@ -36,6 +36,8 @@ use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use cryopod_host::processes::signals::keep_children;
+
 /// Errors before the shim serves.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -72,6 +74,7 @@ impl Error {
 
 /// Runs the program. `args` lacks the program's name.
 pub fn main(args: Vec<OsString>) -> ExitCode {
+    keep_children();
     match run(&args) {
         Ok(code) => code,
         Err(e) => {

@@ -1,11 +1,12 @@
 //! Creates files and directories that get their names only when they are complete and on disk.
 //!
-//! During writing, the data lies beside its final name as `.NAME.cryopod-partial-RANDOM`, locked by its writer. When a
+//! During writing, the data lies beside its final name as `.NAME.cryopod-partial-RANDOM` (a long name is cut), locked by its writer. When a
 //! writer is killed its lock goes, and the next writer of the same name removes the leftover.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_host::files::sync_directory;
@@ -49,6 +50,9 @@ impl Staging {
                 path: target.into(),
             });
         }
+        // The rest of a name of 255 bytes is the dot, the mark and six random letters.
+        let name = &name.as_bytes()[..name.len().min(254 - MARK.len() - 6)];
+        let name = OsStr::from_bytes(name);
         let prefix: OsString = [".".as_ref(), name, MARK.as_ref()].into_iter().collect();
         let left = temporary::leftovers(&parent, &prefix).map_err(Error::io(&parent, "list it"))?;
         for (path, _lock) in left {
@@ -127,4 +131,19 @@ fn empty_directory(path: &Path, directory: bool) -> bool {
     directory
         && fs::symlink_metadata(path).is_ok_and(|m| m.is_dir())
         && fs::read_dir(path).is_ok_and(|mut d| d.next().is_none())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("n".repeat(255));
+        let killed = Staging::file(&target, false).unwrap();
+        let left = killed.partial.keep();
+        Staging::file(&target, false).unwrap().commit().unwrap();
+        assert!(target.exists() && !left.exists());
+    }
 }

@@ -1,7 +1,12 @@
 //! Records what a checkpoint needs besides CRIU's images and the GPUs: host mounts that the spec does not name, CRIU
 //! options that a restore must repeat, security labels. All are parts of the [metadata](crate::metadata).
 
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
+
+use crate::format::names;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -82,6 +87,17 @@ pub struct CriuFacts {
     /// `nftables`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub helpers: Vec<String>,
+    /// The inventory's mtime in seconds and nanoseconds: when the images were complete. Archives do not carry it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dumped: Option<(i64, i64)>,
+}
+
+impl CriuFacts {
+    /// Reads what [`CriuFacts::dumped`] notes from an image directory.
+    pub fn dumped_at(images: &Path) -> Option<(i64, i64)> {
+        let inventory = images.join(names::CRIU_INVENTORY).metadata().ok()?;
+        Some((inventory.mtime(), inventory.mtime_nsec()))
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

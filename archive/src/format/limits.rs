@@ -1,6 +1,6 @@
 //! Limits what is read from an archive, because archives come from strangers.
 
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 
 /// Limits on what an archive may hold. Every value is for the whole archive unless it says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,9 +56,31 @@ pub(crate) fn threads_or_cores(threads: usize) -> usize {
 /// Lets this process have as many files open as it may: a chain of checkpoints has many. Its children inherit that, so
 /// do not call it in a process that starts containers.
 pub fn raise_open_files() {
-    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
-        && soft < hard
-    {
-        let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+    std::mem::forget(OpenFilesRaised::new());
+}
+
+/// The same, until it is dropped.
+#[derive(Debug)]
+pub struct OpenFilesRaised {
+    /// The limits to put back.
+    before: Option<(rlim_t, rlim_t)>,
+}
+
+impl OpenFilesRaised {
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        let limits = getrlimit(Resource::RLIMIT_NOFILE).ok();
+        let before = limits.filter(|(soft, hard)| {
+            soft < hard && setrlimit(Resource::RLIMIT_NOFILE, *hard, *hard).is_ok()
+        });
+        Self { before }
+    }
+}
+
+impl Drop for OpenFilesRaised {
+    fn drop(&mut self) {
+        if let Some((soft, hard)) = self.before {
+            let _ = setrlimit(Resource::RLIMIT_NOFILE, soft, hard);
+        }
     }
 }

@@ -275,7 +275,13 @@ fn forgotten_image_directories_go() {
     let old = SystemTime::now() - 2 * LEFTOVER;
     let times = fs::FileTimes::new().set_modified(old);
     fs::File::open(&only).unwrap().set_times(times).unwrap();
+    let (used, _) = private(5, 1);
+    let open = fs::File::open(used.join(names::STORE_REFERENCE)).unwrap();
     assert_eq!(bed.clean(&[]), 2);
     assert!(passing.exists() && !forgotten.exists() && only.exists());
+    assert!(used.exists(), "its clock was set");
+    drop(open);
+    bed.clean(&[]);
+    assert!(!used.exists());
     assert!(elses.exists(), "no checkpoint of ours: {}", reference.id);
 }

@@ -6,12 +6,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_host::containerd::is_image_directory;
 use cryopod_host::destinations::clean;
+use cryopod_host::processes::{named_by_a_process, opened_by_a_process};
 
 use super::list::StoreEntry;
 use super::origin::Origin;
@@ -218,7 +220,10 @@ fn forgotten(path: &Path) -> bool {
         return false;
     }
     let made = path.symlink_metadata().and_then(|m| m.modified());
+    // A clock that was set, or a machine that was suspended, ages what is in use.
     made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > PASSING))
+        && !named_by_a_process(path.as_os_str().as_bytes())
+        && !opened_by_a_process(path)
 }
 
 /// Removes the forgotten image directories with checkpoints of ours.

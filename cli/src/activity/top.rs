@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use console::Term;
+use cryopod_archive::format::names;
 use cryopod_cuda::preload::Library;
 use cryopod_cuda::procfs;
 use cryopod_gpu_plan::live;
@@ -157,6 +158,9 @@ fn done(host: &Host, running: &Running) -> u64 {
 /// Bytes of the files that were written since a time in milliseconds since 1970: a checkpoint may replace an older one.
 fn written(images: &Path, began: u64) -> u64 {
     let began = SystemTime::UNIX_EPOCH + Duration::from_millis(began);
+    // A place may have another clock than this host: the operation's own file was made before CRIU's.
+    let own = fs::metadata(images.join(names::METADATA_PARTIAL)).and_then(|m| m.modified());
+    let began = own.unwrap_or(began);
     let files = fs::read_dir(images).into_iter().flatten().flatten();
     let new = files.filter_map(|file| {
         let meta = file.metadata().ok().filter(fs::Metadata::is_file)?;

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
 use cryopod_host::limited::wait_until;
+use cryopod_host::processes::signals::not_ignored;
 use cryopod_operations::pause::hold;
 use nix::sys::prctl::set_child_subreaper;
 use nix::sys::signal::{SigSet, Signal};
@@ -90,7 +91,7 @@ fn supervise(args: &Args) -> anyhow::Result<ExitCode> {
     // podman may remove a container at its checkpoint (`--rm`).
     let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
     use Signal::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
-    let signals = SigSet::from_iter([SIGCHLD, SIGINT, SIGTERM, SIGHUP]);
+    let signals = not_ignored(&[SIGCHLD, SIGINT, SIGTERM, SIGHUP]);
     signals.thread_block()?;
     // What the killed child had started is this process's then.
     set_child_subreaper(true)?;

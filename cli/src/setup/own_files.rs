@@ -77,6 +77,9 @@ impl OwnFiles {
             }
             if let Some(parent) = to.parent() {
                 fs::create_dir_all(parent)?;
+                for made in parent.ancestors().take_while(|d| d.starts_with(&directory)) {
+                    fs::set_permissions(made, PermissionsExt::from_mode(0o755))?;
+                }
             }
             let new = change::beside(&to);
             // A link or a file that a killed run left.

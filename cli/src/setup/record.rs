@@ -124,7 +124,10 @@ impl SetupRecord {
         change::write(&path, &text).with_context(failed)?;
         fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).with_context(failed)?;
         for dir in &record.made {
-            match fs::create_dir(host.path(dir)) {
+            let path = host.path(dir);
+            // Rootless engines read what is in it, whatever this process's umask.
+            let open = |()| fs::set_permissions(&path, PermissionsExt::from_mode(0o755));
+            match fs::create_dir(&path).and_then(open) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(e).with_context(|| format!("{}: cannot be made", dir.display()));
                 }

@@ -38,6 +38,7 @@ use checkpoint::on_stop::{self, every};
 use config::Config;
 use create_from::{newest, waiting};
 use criu::program;
+use cryopod_host::processes::signals::keep_children;
 use error::Error;
 use images::place::renewal;
 use request::argv::{self, Invocation, Verb};
@@ -49,6 +50,7 @@ use run::{action_script, log, metrics, operation};
 
 /// Runs the whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
+    keep_children();
     let called_as = argv.first().map(Path::new).and_then(Path::file_name);
     if called_as == Some(action_script::HOOK_NAME.as_ref()) {
         return hook::run(Path::new(&argv[0]));

@@ -18,6 +18,7 @@ use cryopod_cuda::nvml;
 use cryopod_cuda::vram::ceiling::Ceiling;
 use cryopod_cuda::vram::worker;
 use cryopod_host::files::Host;
+use cryopod_host::processes::signals::keep_children;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -130,6 +131,7 @@ fn prepare_process() {
 }
 
 fn main() -> ExitCode {
+    keep_children();
     if std::env::args_os()
         .nth(1)
         .is_some_and(|word| word == worker::ARGUMENT)

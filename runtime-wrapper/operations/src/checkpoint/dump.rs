@@ -11,6 +11,7 @@ use cryopod_amd::image::Images;
 use cryopod_amd::pages;
 use cryopod_amd::saved;
 use cryopod_amd::unpause::unpause;
+use cryopod_archive::container::surroundings::CriuFacts;
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_cuda::procfs;
@@ -278,6 +279,7 @@ impl Completion<'_> {
             self.pack(packing)?;
         }
         preload::carry(&self.request.spec, &self.request.images)?;
+        self.metadata.criu.dumped = CriuFacts::dumped_at(&self.request.images);
         // After a power cut there must be no metadata without images, and of a container that ends nothing else is left.
         synced(&self.request.images)
             .map_err(|e| format!("{}: {e}", self.request.images.display()))?;

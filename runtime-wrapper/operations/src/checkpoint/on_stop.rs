@@ -20,9 +20,8 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -49,7 +48,7 @@ use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
 use crate::rootfs::frozen::Frozen;
-use crate::run::child::Signals;
+use crate::run::child::{self, Signals};
 use crate::run::{log, metrics, operation};
 
 /// What a stop of the container is: `checkpoint`, or `end`.
@@ -232,17 +231,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             return Err(passthrough::exec(&ctx.low, &ctx.args));
         }
     };
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0(NAME).args(&ctx.args);
+    let mut command = child::detached(NAME);
+    command.args(&ctx.args);
     // podman's `kill` has none, and CRIU is searched there.
     command.env("PATH", tools.search());
-    // The lock goes with the process. Engines wait until nobody has their pipes open.
-    command.stdin(Stdio::from(lock));
-    command.stdout(Stdio::null()).stderr(own_log());
-    // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
-    unsafe {
-        command.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?));
-    }
+    // The lock goes with the process.
+    command.stdin(Stdio::from(lock)).stderr(own_log());
     match command.spawn() {
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(e) => {

@@ -8,6 +8,7 @@
 
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::{Node, Topology};
+use cryopod_archive::format::limits::OpenFilesRaised;
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
@@ -73,6 +74,8 @@ impl Prospect<'_> {
             freed: self.plan.memory_bytes,
         })?;
         let mut refusals = answer.refusals();
+        // Each mount and each file is a descriptor.
+        let _raised = OpenFilesRaised::new();
         let provided = surroundings::provided(request, metadata, answer.chosen.as_ref());
         refusals.extend(provided.err().into_iter().flatten());
         let mut pids = self.plan.pids.clone();

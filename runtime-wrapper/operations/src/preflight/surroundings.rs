@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::container::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
+use cryopod_archive::format::limits::OpenFilesRaised;
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::gpus::nvidia;
 use cryopod_gpu_plan::gpus::own_nodes;
@@ -163,6 +164,7 @@ pub fn checkpoint(
         criu: CriuFacts {
             options: options.for_the_restore(flags),
             helpers: helpers.recorded,
+            dumped: None,
         },
         lsm: labels(spec),
         extra: Extra {
@@ -310,6 +312,8 @@ pub fn restore(
     let (host, spec, flags) = (&request.host, &request.spec, &request.inv.flags);
     let mut options = options(request)?;
     options.as_at_the_checkpoint(&metadata.criu.options, flags);
+    // Each mount is a descriptor until it is shown.
+    let _raised = OpenFilesRaised::new();
     let provided = provided(request, metadata, Some(chosen)).map_err(PlanError::RestoreRefused)?;
     let own_nodes = own_nodes::paths(host, spec).into_iter();
     let own_nodes = own_nodes.filter(|p| host.char_device(p).is_some());

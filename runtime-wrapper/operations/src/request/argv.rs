@@ -5,7 +5,8 @@
 //! crun GNU's (`--flag`, unique prefixes of it, `-b DIR`). A line that is not fully understood gives no [`Invocation`]:
 //! the low-level runtime gets it unchanged and reports the error.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
@@ -324,21 +325,22 @@ fn take_flags(
 ) -> Option<(Flags, usize)> {
     let mut flags = Flags::default();
     while let Some(arg) = args.get(at) {
-        // No known flag contains bytes that are not UTF-8.
-        let Some(text) = arg.to_str() else {
-            return Some((flags, at)).filter(|_| !starts_with_dash(arg));
-        };
-        if text == "--" {
+        let text = arg.as_bytes();
+        if text == b"--" {
             return Some((flags, at + 1));
         }
-        if !text.starts_with('-') || text == "-" {
+        if !text.starts_with(b"-") || text == b"-" {
             break;
         }
-        let (word, inline) = match text.split_once('=') {
-            Some((w, v)) => (w, Some(OsString::from(v))),
+        // A value may be a path of any bytes.
+        let (word, inline) = match text.iter().position(|byte| *byte == b'=') {
+            Some(end) => (
+                &text[..end],
+                Some(OsStr::from_bytes(&text[end + 1..]).into()),
+            ),
             None => (text, None),
         };
-        let (name, takes_value) = lookup(kind, set, word)?;
+        let (name, takes_value) = lookup(kind, set, std::str::from_utf8(word).ok()?)?;
         let place = at;
         at += 1;
         let value = match (takes_value, inline) {
@@ -358,11 +360,6 @@ fn take_flags(
         flags.0.push((name.to_owned(), value, place));
     }
     Some((flags, at))
-}
-
-fn starts_with_dash(arg: &OsString) -> bool {
-    use std::os::unix::ffi::OsStrExt;
-    arg.as_bytes().first() == Some(&b'-')
 }
 
 fn lookup(kind: RuntimeKind, set: &[Flag], word: &str) -> Option<Flag> {
@@ -491,6 +488,12 @@ mod tests {
         .unwrap();
         assert!(!inv.flags.has("leave-running"));
         assert_eq!(inv.flags.value("image-path").unwrap(), "b");
+        let bytes = |text: &[u8]| OsString::from(OsStr::from_bytes(text));
+        let args = [&b"restore"[..], b"--bundle=/b=\xff", b"c1"].map(bytes);
+        let inv = decode(Runc, &args).unwrap();
+        assert_eq!(inv.flags.value("bundle").unwrap(), &bytes(b"/b=\xff"));
+        let unknown = [&b"restore"[..], b"--\xff=b", b"c1"].map(bytes);
+        assert!(decode(Runc, &unknown).is_none());
     }
 
     proptest! {

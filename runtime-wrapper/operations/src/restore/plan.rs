@@ -91,7 +91,7 @@ pub(super) fn plan(
     let criu = criu.ok_or_else(no_criu)?;
     beyond.extend(compressed::refusal(decoded.is_compressed, &criu));
     if let Some(encoded) = &mut decoded.encoded {
-        let volumes = volume_files::compare(&encoded.reached.opened, request);
+        let volumes = volume_files::compare(&encoded.reached.opened, request, metadata);
         encoded.set_sizes(&volumes.sizes, limit)?;
         beyond.extend(volumes.refused);
     }

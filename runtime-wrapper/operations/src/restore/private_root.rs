@@ -39,6 +39,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use cryopod_archive::format::limits::OpenFilesRaised;
 use cryopod_host::detached::Detached;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -261,7 +262,10 @@ fn answer(socket: BorrowedFd<'_>, program: &Path) -> io::Result<()> {
         program,
     };
     let before = umask(Mode::empty());
+    // Each mount is a descriptor until it is attached.
+    let raised = OpenFilesRaised::new();
     let made = view.make();
+    drop(raised);
     umask(before);
     if let Err(e) = &made {
         let _ = writeln!(log, "Error (cryopod): CRIU's own root cannot be made: {e}");

@@ -11,7 +11,8 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use cryopod_archive::format::names;
+use cryopod_archive::container::surroundings::CriuFacts;
+use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::checks::switches::{Switches, VOLUMES};
 use cryopod_gpu_plan::refusal::Refusal;
 use nix::fcntl::OFlag;
@@ -40,16 +41,16 @@ pub struct VolumeFiles {
 }
 
 /// Compares the files of the images with those of the spec's volumes.
-pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
+pub fn compare(files: &[OpenedFile], request: &Request<'_>, metadata: &Metadata) -> VolumeFiles {
     let (mounts, bundle) = (&request.mounts, &request.bundle);
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     // A wrong annotation is refused elsewhere.
     let check = switches.is_ok_and(|s| s.on(VOLUMES));
-    let dumped = request.images.join(names::CRIU_INVENTORY).metadata();
-    let dumped = dumped.map_or((i64::MAX, 0), |m| match m.mtime_nsec() {
-        0 => (m.mtime(), i64::MAX), // from an archive with whole seconds
-        nanos => (m.mtime(), nanos),
-    });
+    let noted = metadata.criu.dumped;
+    let dumped = match noted.or_else(|| CriuFacts::dumped_at(&request.images)) {
+        Some((seconds, 0)) => (seconds, i64::MAX), // from an archive with whole seconds
+        time => time.unwrap_or((i64::MAX, 0)),
+    };
     let (mut sizes, mut refused) = (BTreeMap::new(), BTreeMap::new());
     for file in files {
         let Some(saved) = file.saved else {

@@ -68,7 +68,11 @@ impl OpenDirectory {
                 fs::DirBuilder::new()
                     .mode(0o755)
                     .create(Self::make(root, parent)?.at(name))?;
-                Self::open(root, path)
+                let made = Self::open(root, path)?;
+                // The engine may have another umask.
+                let itself = format!("/proc/self/fd/{}", made.0.as_raw_fd());
+                fs::set_permissions(itself, PermissionsExt::from_mode(0o755))?;
+                Ok(made)
             }
             other => other,
         }

@@ -17,9 +17,10 @@ use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
+use cryopod_host::processes::signals::not_ignored;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, signal, sigprocmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
@@ -125,14 +126,8 @@ pub struct Signals {
 impl Signals {
     /// Starts to watch. The signals stay blocked until the process ends, so that they cannot cut the clean-up short.
     pub fn watch() -> Result<Self, Error> {
-        let mut set = SigSet::empty();
-        for signal in INTERRUPTS
-            .into_iter()
-            .chain(FORWARDED)
-            .chain([Signal::SIGCHLD])
-        {
-            set.add(signal);
-        }
+        let watched = [&INTERRUPTS[..], &FORWARDED, &[Signal::SIGCHLD]].concat();
+        let set = not_ignored(&watched);
         let mut before = SigSet::empty();
         let fd = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&set), Some(&mut before))
             .and_then(|()| {
@@ -195,7 +190,10 @@ pub fn detached(name: &str) -> Command {
                 libc::CLOSE_RANGE_CLOEXEC as libc::c_int,
             );
             nix::unistd::setsid()?;
-            // This program blocks the signals that it watches.
+            // It is told to give up by signals that this program's caller may ignore, and this program blocks.
+            for interrupt in INTERRUPTS {
+                signal(interrupt, SigHandler::SigDfl)?;
+            }
             Ok(SigSet::empty().thread_set_mask()?)
         });
     }

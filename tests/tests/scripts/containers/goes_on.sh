@@ -116,9 +116,10 @@ numbers() { printed notes | grep -x '[0-9]*'; } # none at once
 restored() { # COMMAND...: and it goes on; a warning of the runtime may be the last line
     "$@" > /tmp/said 2>&1 && wait_for numbers > /dev/null && n=$(numbers | tail -n 1) && wait_for counted notes $((n + 5)) && ! printed notes | grep CORRUPT
 }
-refused() { # WANT
-    podman rm -f -t 0 notes > /dev/null
-    if quiet pod container restore --import $from/notes.tar; then echo 'FAILED: it went through' && exit 1; fi
+refused() { # WANT [COMMAND...]
+    podman rm -f -t 0 notes > /dev/null 2>&1 || true
+    [ $# -gt 1 ] || set -- "$1" pod container restore --import $from/notes.tar
+    if quiet "${@:2}"; then echo 'FAILED: it went through' && exit 1; fi
     podman rm -f -t 0 notes > /dev/null 2>&1 || true
     check "refused: $1" grep -qF -- "$1" /tmp/said
 }
@@ -131,12 +132,17 @@ podman rm -f -t 0 notes > /dev/null
 chmod go-w $from/notes.tar
 check 'imported' restored pod container restore --import $from/notes.tar
 podman rm -f -t 0 notes > /dev/null
-check 'copied' restored pod run -d --name notes --annotation "dev.cryopod.restore=$from/notes.tar" "${notes[@]}"
+copy=(pod run -d --name notes --annotation "dev.cryopod.restore=$from/notes.packed" "${notes[@]}")
+cryopod pack -q $from/notes.tar -o oci-archive:$from/notes.packed # with no file's time
+chmod go-w $from/notes.packed
+check 'copied' restored "${copy[@]}"
 echo more >> /srv/volume/database
 refused "truncate -s 100 /srv/volume/database"
 truncate -s 100 /srv/volume/database
 sleep 1 # the time of a file has a second
 printf z | dd of=/srv/volume/mapped conv=notrunc status=none
-refused '/v/mapped (/srv/volume/mapped) has been written since the checkpoint'
+rewritten='/v/mapped (/srv/volume/mapped) has been written since the checkpoint'
+refused "$rewritten"
+refused "$rewritten" "${copy[@]}"
 printf '[checks]\nvolumes = false\n' >> /etc/cryopod/config.toml
 check 'taken as it is' restored pod container restore --import $from/notes.tar

@@ -317,10 +317,12 @@ impl<'a> Attendance<'a> {
     fn checkpoint(&mut self) -> Result<(), Error> {
         // What a killed operation has frozen is no pause.
         operation::sweep_dead();
-        let state = self.state();
-        let Some(state) = state.filter(|state| !state.paused && !state.created) else {
+        let state = self.state().ok_or_else(|| {
+            Error::Failed("the low-level runtime names no process of the container".to_owned())
+        })?;
+        if state.paused || state.created {
             return Ok(());
-        };
+        }
         let (ctx, inv) = (self.ctx, self.inv);
         let spec = state.spec(ctx, inv);
         let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
