@@ -10,8 +10,8 @@ use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
 use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::ceiling::{AskedNode, Ceiling};
+use crate::checks::switches::HOW_TO_MAP;
 use crate::mapping::gpumap::Choice;
-use crate::mapping::wish::HOW;
 use crate::refusal::Refusal;
 use cryopod_host::nodes;
 use cryopod_host::spec::Spec;
@@ -265,7 +265,7 @@ fn absent(node: &DeviceNode, host_path: &str) -> Refusal {
             "the checkpoint's {} would be {host_path}, which this host has not got",
             node.path
         ),
-        format!("{remedy} with {HOW}"),
+        format!("{remedy} with {HOW_TO_MAP}"),
     )
 }
 

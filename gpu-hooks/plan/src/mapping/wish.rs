@@ -3,9 +3,6 @@
 /// The container's annotation that maps its GPUs.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.map";
 
-/// How a user maps a container's GPUs at a restore. Engines take no new annotation for a container that exists.
-pub const HOW: &str = "`gpu.map` in /etc/cryopod/config.toml, `cryopod import --restore --map` (podman), or dev.cryopod.gpu.map of a new container";
-
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Wish {
     /// The same GPUs where they exist, else others that match.
