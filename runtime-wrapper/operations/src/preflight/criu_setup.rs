@@ -199,9 +199,9 @@ impl CriuSetup<'_> {
         if let Some(limit) = self.request.config().nvidia.lock_timeout_ms {
             plugin.lock_timeout_ms = limit;
         }
-        // Never less than the plugin's own: what it undoes after a short operation must have time.
-        let limit_ms = limit_s.saturating_mul(1000).min(MAX_TIMEOUT_MS);
-        plugin.step_timeout_ms = plugin.step_timeout_ms.max(limit_ms);
+        // A step that hangs must end before the operation's limit does, and what is undone must have time.
+        let most_ms = (limit_s.saturating_mul(1000) / 3 * 2).min(MAX_TIMEOUT_MS);
+        plugin.step_timeout_ms = plugin.step_timeout_ms.max(most_ms);
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;
