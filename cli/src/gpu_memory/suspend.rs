@@ -141,15 +141,15 @@ impl RunningContainer {
                 drop(client);
                 let SuspendWork { agent, op } = work;
                 let left = pause::roll_back(config, host, &op, Some(agent), &self.pids, &error);
+                let record = SuspendedRecord::of(host, self.container.init);
                 if let Some(left) = left {
-                    to.inspect(|directory| directory.keep());
+                    // The record names the files.
+                    record.and(to).inspect(|directory| directory.keep());
                     bail!(
                         "{name}: not suspended: {error}; it runs, but its CUDA calls may wait: {left}; `cryopod resume {name}` tries again"
                     );
                 }
-                if let Some(record) = SuspendedRecord::of(host, self.container.init) {
-                    record.remove();
-                }
+                record.inspect(SuspendedRecord::remove);
                 bail!("{name}: not suspended, and it runs on: {error}");
             }
         }
