@@ -155,14 +155,14 @@ pub enum Bad {
     ContentOfDirectory { name: String, bytes: u64 },
     #[error("more than {0} entries")]
     TooManyEntries(u64),
-    #[error("more than {0} bytes of content; raise the limit if you trust the archive")]
+    #[error("more than {0} bytes of content")]
     TooLarge(u64),
     #[error("{}: {bytes} bytes, at most {max} are taken for such a file", show(.name))]
     SmallFileTooLarge { name: String, bytes: u64, max: u64 },
     #[error("the small files have more than {0} bytes together")]
     SmallFilesTooLarge(u64),
     #[error(
-        "{out} bytes came out of {input}, more than {max} for each; a decompression bomb, or memory that is all zeros: raise the ratio limit if you trust the archive"
+        "{out} bytes came out of {input}, more than {max} for each; a decompression bomb, or memory that is all zeros"
     )]
     Ratio { input: u64, out: u64, max: u64 },
     #[error("the {format} data cannot be decompressed: {reason}")]

@@ -81,14 +81,14 @@ pub enum Error {
     Reference { text: String, reason: String },
     #[error("{path}: {reason}")]
     AuthFile { path: PathBuf, reason: LoginError },
-    #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false, for containers `insecure_registries` under [cache] in /etc/cryopod/config.toml" } else { "" })]
+    #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false, for containers and `cache pull` `insecure_registries` under [cache] in /etc/cryopod/config.toml" } else { "" })]
     Connect {
         registry: String,
         reason: String,
         tls: bool,
     },
     #[error(
-        "{image}: the registry refuses access ({reason}); log in with `podman login`, or give --creds USER:PASSWORD"
+        "{image}: the registry refuses access ({reason}); log in with `podman login` (push and pull: or give --creds USER:PASSWORD)"
     )]
     Access { image: String, reason: String },
     #[error("{image}: not in the registry")]

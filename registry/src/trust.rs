@@ -24,7 +24,7 @@ pub(crate) enum Transport {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NotSent {
     #[error(
-        "stored credentials are not sent to {host} without TLS and a valid certificate; --creds sends them"
+        "stored credentials are not sent to {host} without TLS and a valid certificate; push and pull: --creds sends them"
     )]
     Stored { host: String },
     #[error("it sends the credentials to {host}, and not over TLS alone")]

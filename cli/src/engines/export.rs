@@ -78,6 +78,17 @@ impl Args {
     fn limit(&self) -> Duration {
         Duration::from_secs(self.timeout)
     }
+
+    /// Refuses what only podman has options for.
+    fn without_options_of_podman(&self, engine: &str) -> anyhow::Result<()> {
+        if self.tcp_established || self.file_locks {
+            anyhow::bail!(
+                "{engine} has no option for TCP connections and file locks: for a container with GPUs set `tcp-established = true` under [criu.options] in {} (file locks are on), for another one put the option into /etc/criu/runc.conf",
+                cryopod_operations::config::PATH
+            );
+        }
+        Ok(())
+    }
 }
 
 /// Runs the subcommand. On an error it keeps what the engine has made, and names it.

@@ -106,7 +106,7 @@ fn supervise(args: &Args) -> anyhow::Result<ExitCode> {
     let Ok(plan) = fs::read(temp.path().join(PLAN)) else {
         match status.code() {
             Some(code) => return Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
-            None => bail!("{} runs here, untouched: stopped", args.container),
+            None => bail!("nothing was done to {}: stopped", args.container),
         }
     };
     // From here on the directory goes when the container runs.
@@ -368,8 +368,9 @@ impl Move {
             Err(unknown) if started => {
                 let resume = self.resume_command();
                 return Err(why.context(format!(
-                    "{name} stays stopped here, as {} does not say whether it runs there ({unknown:#}); if not: {resume}",
-                    self.host
+                    "{name} stays stopped here, as {} does not say whether it runs there ({unknown:#}); its checkpoint is in {}; if not: {resume}",
+                    self.host,
+                    self.directory.display()
                 )));
             }
             _ => {}

@@ -38,7 +38,7 @@ pub struct Args {
     quiet: bool,
 }
 
-/// Runs the subcommand. After an error the container stays suspended.
+/// Runs the subcommand. After an error the container stays suspended, unless the message says that it runs.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
@@ -68,13 +68,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let other = other.map(|name| RunningContainer::find(&host, &config, name));
     let other = other.transpose()?;
-    let work = SuspendWork::begin(&config, &host)?;
+    let mut work = SuspendWork::begin(&config, &host)?;
     let directory = record.as_ref().and_then(|record| record.directory.clone());
     let mut how: How = work.how(&config, directory)?;
     how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
     let mut client = work.connect()?;
     if let Some(other) = other {
-        let said = other.suspend(&host, &config, &work, &mut client, None)?;
+        let said;
+        (said, work, client) = other.suspend(&host, &config, work, client, None)?;
         if !args.quiet {
             print!("{said}");
         }
@@ -90,8 +91,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             forget(record);
             bail!("{}: not resumed: {error}", args.container);
         }
-        (Err(error @ SuspendError::Nccl(_)), Some(record)) => {
-            forget(record);
+        (Err(error @ SuspendError::Nccl(_)), record) => {
+            record.as_ref().inspect(|record| forget(record));
             bail!(
                 "{}: resumed, and its GPU memory is back, but {error}",
                 args.container
@@ -203,7 +204,7 @@ fn map(
         let path = format!("/dev/nvidia{}", new.minor.unwrap_or(u64::from(new.index)));
         if !nodes.iter().any(|node| node.path == path) {
             bail!(
-                "{}: the container has no {path}, the node of {}; give it that GPU when it is started, or checkpoint and restore it, which adds nodes",
+                "{}: the container has no {path}, the node of {}; give it that GPU when it is started, or resume it without --map, checkpoint it and restore it with a map",
                 args.container,
                 new.id
             );

@@ -53,11 +53,11 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     // The agent uses it until it ends.
     let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
     let work = SuspendWork::begin(&config, &host)?;
-    let mut client = work.connect()?;
-    let said = container.suspend(&host, &config, &work, &mut client, directory.as_ref());
+    let client = work.connect()?;
+    let (said, work, client) =
+        container.suspend(&host, &config, work, client, directory.as_ref())?;
     drop(client);
     work.end();
-    let said = said?;
     if !args.quiet {
         print!("{said}");
     }
@@ -96,15 +96,15 @@ impl RunningContainer {
         })
     }
 
-    /// Suspends it, and returns what to tell. On error the agent brings it back when the client is dropped.
+    /// Suspends it, and returns what to tell. On error the agent has brought it back, or the error says what is left.
     pub fn suspend(
         &self,
         host: &Host,
         config: &Config,
-        work: &SuspendWork,
-        client: &mut Client,
+        work: SuspendWork,
+        mut client: Client,
         to: Option<&SuspendDirectory>,
-    ) -> anyhow::Result<String> {
+    ) -> anyhow::Result<(String, SuspendWork, Client)> {
         let name = &self.name;
         let mut how = work.how(config, to.map(|directory| directory.path.clone()))?;
         how.refuse_shared = self.policy == Policy::Refuse;
@@ -125,10 +125,10 @@ impl RunningContainer {
             let written = record.write();
             written.map_err(|e| format!("the record of it cannot be written: {e}"))
         };
-        match suspend(client, &self.pids, &how, &mut note) {
+        match suspend(&mut client, &self.pids, &how, &mut note) {
             Ok(done) => {
                 to.inspect(|directory| directory.keep());
-                Ok(self.told(&done, &how, started.elapsed()))
+                Ok((self.told(&done, &how, started.elapsed()), work, client))
             }
             Err(error @ SuspendError::Unsettled(_)) => {
                 // Its memory may be only in the files.
@@ -138,16 +138,18 @@ impl RunningContainer {
                 );
             }
             Err(error) => {
-                if error.has_lost_agent()
-                    && let Err(left) = pause::bring_back(config, host, &work.op, &self.pids)
-                {
+                drop(client);
+                let SuspendWork { agent, op } = work;
+                let left = pause::roll_back(config, host, &op, Some(agent), &self.pids, &error);
+                let record = SuspendedRecord::of(host, self.container.init);
+                if let Some(left) = left {
+                    // The record names the files.
+                    record.and(to).inspect(|directory| directory.keep());
                     bail!(
-                        "{name}: not suspended: {error}; its CUDA calls may wait: {left}; `cryopod resume {name}` tries again"
+                        "{name}: not suspended: {error}; it runs, but its CUDA calls may wait: {left}; `cryopod resume {name}` tries again"
                     );
                 }
-                if let Some(record) = SuspendedRecord::of(host, self.container.init) {
-                    record.remove();
-                }
+                record.inspect(SuspendedRecord::remove);
                 bail!("{name}: not suspended, and it runs on: {error}");
             }
         }

@@ -11,6 +11,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use cryopod_archive::metadata::{GpuFacts, GpuUse};
+use cryopod_gpu_plan::checks::switches::HOW_TO_MAP;
 use cryopod_host::nodes::Vendor;
 
 use super::image::{Images, KfdImage};
@@ -161,7 +162,7 @@ pub fn restored_wrongly(log: &Path, pairs: &[(u32, u32)]) -> Option<String> {
             .map(|(a, b)| format!("{a:#06x}={b:#06x}"))
             .collect();
         return Some(format!(
-            "CRIU's amdgpu plugin has restored on other GPUs than those whose nodes the container has: restore with dev.cryopod.gpu.map={}",
+            "CRIU's amdgpu plugin has restored on other GPUs than those whose nodes the container has: restore with another map ({HOW_TO_MAP}): gpu.map={}",
             map.join(",")
         ));
     }

@@ -46,10 +46,10 @@ pub fn failure_with(
 pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
     Some(match kind {
         ErrorKind::LockTimeout => {
-            "its GPU work did not end in time; raise the lock timeout or let it reach a pause"
+            "its GPU work did not end in time; raise nvidia.lock_timeout_ms or let it reach a pause"
         }
         ErrorKind::TimedOut => {
-            "the driver may be hanging (see NVRM in the kernel log); raise the step timeout if the GPU memory is very large"
+            "the driver may be hanging (see NVRM in the kernel log); raise limits.checkpoint_s or limits.restore_s if the GPU memory is very large"
         }
         ErrorKind::WrongState => {
             "another tool may be checkpointing it, or it was just starting CUDA; try again"

@@ -250,7 +250,13 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
                 tracing::info!("{}: {why}; CRIU tries again", request.id());
                 continue;
             }
-            let mut told = failed(request, state, &why);
+            let mut told = match ended.interrupted {
+                Some(_) => format!(
+                    "checkpoint of {} failed, and whether the container goes on is not known yet: {why}",
+                    request.id()
+                ),
+                None => failed(request, state, &why, &[]),
+            };
             if !alive(&request.host, state) && inventory() != earlier {
                 let images = request.images.display();
                 told.push_str(&format!(
@@ -283,14 +289,24 @@ fn pause_outside_vfork(request: &Request<'_>, state: &ContainerState) {
     }
 }
 
-/// What to tell of a failed checkpoint.
-fn failed(request: &Request<'_>, state: &ContainerState, why: &str) -> String {
-    let container = match alive(&request.host, state) {
-        true => "the container goes on running",
-        false => "the container is no longer running",
-    };
-    let id = request.id();
-    format!("checkpoint of {id} failed and {container}: {why}")
+/// What to tell of a failed checkpoint. `left`: the processes whose GPU state could not be put back.
+fn failed(request: &Request<'_>, state: &ContainerState, why: &str, left: &[String]) -> String {
+    let init = alive(&request.host, state).then_some(state.init);
+    told(request.id(), init, why, left)
+}
+
+/// [`failed`] for a container with this init process; `None`: it has ended.
+fn told(id: &str, init: Option<i32>, why: &str, left: &[String]) -> String {
+    match init {
+        None => format!("checkpoint of {id} failed and the container is no longer running: {why}"),
+        Some(_) if left.is_empty() => {
+            format!("checkpoint of {id} failed and the container goes on running: {why}")
+        }
+        Some(init) => format!(
+            "checkpoint of {id} failed: {why}; the container runs, but its CUDA calls may wait: {}; try `cryopod resume pid:{init}`",
+            left.join("; ")
+        ),
+    }
 }
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU
@@ -375,6 +391,33 @@ fn end_thawed(paused: bool, host: &Host, spec: &Spec, init: i32, state_directory
 mod tests {
     use super::*;
     use cryopod_test_files::TestFiles;
+
+    #[test]
+    fn a_failure_says_whether_the_container_runs() {
+        let left = ["process 8 (job) is left checkpointed by the driver: no".to_owned()];
+        for (init, left, want) in [
+            (
+                Some(7),
+                &[][..],
+                "c1 failed and the container goes on running: why",
+            ),
+            (
+                Some(7),
+                &left[..],
+                "c1 failed: why; the container runs, but its CUDA calls may wait: process 8 (job) is left checkpointed by the driver: no; try `cryopod resume pid:7`",
+            ),
+            (
+                None,
+                &left[..],
+                "c1 failed and the container is no longer running: why",
+            ),
+        ] {
+            assert_eq!(
+                told("c1", init, "why", left),
+                format!("checkpoint of {want}")
+            );
+        }
+    }
 
     #[test]
     fn a_container_that_cannot_be_paused_again_runs_on() {

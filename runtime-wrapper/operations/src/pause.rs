@@ -19,6 +19,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::messages::protocol::ProcessState;
+use cryopod_cuda::messages::report::{AgentOutcome, AgentReport};
 use cryopod_cuda::suspend::{self, Done, How, SuspendError, Suspended};
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan;
@@ -144,18 +145,21 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             )));
         }
         Err(e) => {
-            // The agent unlocks what was locked.
-            drop(driver.agent.take());
-            let lost = e.has_lost_agent();
-            let left = lost.then(|| bring_back(&ctx.config, &host, &driver.op, &pids));
+            let agent = driver.agent.take();
+            if let Some(left) = roll_back(&ctx.config, &host, &driver.op, agent, &pids, &e) {
+                return Err(waits(
+                    inv,
+                    state.init,
+                    &format!("pause failed: {e}; {left}"),
+                ));
+            }
             if let Some(record) = SuspendedRecord::of(&host, state.init) {
                 record.remove();
             }
-            let runs = "it goes on running";
-            return Err(match left {
-                Some(Err(left)) => waits(inv, state.init, &format!("pause failed: {e}; {left}")),
-                _ => Error::Failed(format!("pause of {} failed and {runs}: {e}", inv.id)),
-            });
+            return Err(Error::Failed(format!(
+                "pause of {} failed and it goes on running: {e}",
+                inv.id
+            )));
         }
     };
     let paused = verb(ctx, inv, "pause", &tools);
@@ -242,6 +246,27 @@ fn unlock(driver: &PauseDriver, host: &Host, record: &SuspendedRecord) -> bool {
             true
         }
     }
+}
+
+/// Ends the agent after an error, which brings the processes back; another one does so for an agent that was killed. Call it
+/// when the agent's client is dropped. Returns what is not brought back.
+pub fn roll_back(
+    config: &Config,
+    host: &Host,
+    op: &Operation,
+    agent: Option<RunningAgent>,
+    pids: &[i32],
+    error: &SuspendError,
+) -> Option<String> {
+    let report = agent.and_then(|agent| agent.end(op));
+    let stopped = |report: &AgentReport| report.outcome == AgentOutcome::RollingBack;
+    if error.has_lost_agent() || report.as_ref().is_some_and(stopped) {
+        return bring_back(config, host, op, pids)
+            .err()
+            .map(|left| left.to_string());
+    }
+    let left: Vec<_> = report.iter().flat_map(AgentReport::not_put_back).collect();
+    (!left.is_empty()).then(|| left.join("; "))
 }
 
 /// How long the driver may take to end what a killed agent had asked it for.

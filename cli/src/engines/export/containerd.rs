@@ -16,11 +16,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
             "a containerd checkpoint leaves the container running: say --leave-running, and end it afterwards with `ctr tasks kill`"
         );
     }
-    if args.tcp_established || args.file_locks {
-        bail!(
-            "ctr has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
-        );
-    }
+    args.without_options_of_podman("ctr")?;
     let ctr = || EngineCall::new("ctr", args.limit()).args(["--namespace", &args.namespace]);
     let image = format!(
         "localhost/cryopod-export/{}:{}",

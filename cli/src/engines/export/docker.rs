@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use cryopod_archive::format::names;
 use serde_json::{Value, json};
 
@@ -18,11 +18,7 @@ const NAME: &str = "checkpoint";
 const ASK: Duration = Duration::from_secs(60);
 
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
-    if args.tcp_established || args.file_locks {
-        bail!(
-            "docker has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
-        );
-    }
+    args.without_options_of_podman("docker")?;
     let said = EngineCall::new("docker", ASK)
         .args(["container", "inspect", &args.container])
         .run()?;

@@ -387,6 +387,11 @@ impl Move {
     /// Returns the command by which a user resumes the container.
     pub fn resume_command(&self) -> String {
         match self.engine {
+            // podman has removed it (`--rm`).
+            Engine::Podman if matches!(self.state(), Ok(State::Missing)) => format!(
+                "cryopod import --restore --engine podman {}",
+                self.directory.join(ARCHIVE).display()
+            ),
             Engine::Podman => format!("podman container restore {}", self.name),
             Engine::Docker => format!("docker unpause {}", self.name),
             Engine::Containerd => {

@@ -19,7 +19,8 @@ const MAX_PIDS: usize = 1 << 16;
 const MAX_GPUS: usize = 1024;
 /// How long NCCL's ranks may take to come level, if nothing else is configured.
 pub const NCCL_QUIESCE_MS: u64 = 30_000;
-const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
+/// The largest value of a time limit.
+pub const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -119,6 +119,19 @@ pub struct AgentReport {
     pub processes: Vec<RolledBack>,
 }
 
+impl AgentReport {
+    /// Returns the processes that could not be put back, each with the reason.
+    pub fn not_put_back(&self) -> impl Iterator<Item = String> {
+        self.processes.iter().filter_map(|p| {
+            let error = p.error.as_deref()?;
+            Some(format!(
+                "process {} ({}) is left {} by the driver: {error}",
+                p.pid, p.comm, p.left
+            ))
+        })
+    }
+}
+
 /// What the agent had to do at the end, from good to bad.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

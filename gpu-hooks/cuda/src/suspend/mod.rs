@@ -265,7 +265,8 @@ fn lock_all(
     Ok(())
 }
 
-/// Resumes processes; those that are gone or not suspended are left as they are. On error suspended ones stay so.
+/// Resumes processes; those that are gone or not suspended are left as they are. On error suspended ones stay so, but for
+/// [`SuspendError::Nccl`]: they are resumed.
 pub fn resume(
     client: &mut Client,
     processes: &[Suspended],
@@ -389,9 +390,11 @@ pub fn resume(
         done.steps.push(("preload", micros));
         done.kept = preload::keep_within(how.keep, &wait);
     }
-    // Whatever fails now, they are resumed.
+    // Whatever fails now, they are resumed: the agent undoes no restore.
     let lost = preload::nccl_up(client, &done.processes);
-    call(client, Op::Keep)?;
+    if let Err(error) = call(client, Op::Keep) {
+        tracing::warn!("they are resumed; {error}");
+    }
     lost.map(|()| done)
 }
 

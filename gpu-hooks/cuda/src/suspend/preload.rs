@@ -104,7 +104,12 @@ pub(super) fn nccl_down(
 /// Makes those again that are down.
 pub(super) fn nccl_up(client: &mut Client, processes: &[Suspended]) -> Result<(), SuspendError> {
     let pids = processes.iter().map(|process| process.pid).collect();
-    nccl(client, Op::NcclUp { pids }).map(drop)
+    match nccl(client, Op::NcclUp { pids }) {
+        Err(SuspendError::Agent(error)) => Err(SuspendError::Nccl(format!(
+            "its NCCL communicators may be down: {error}; resume it again"
+        ))),
+        done => done.map(drop),
+    }
 }
 
 fn nccl(client: &mut Client, op: Op) -> Result<(NcclDone, u64), SuspendError> {

@@ -11,7 +11,7 @@ use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
 use crate::checks::compat::{Check, Verdict};
-use crate::checks::switches::Switches;
+use crate::checks::switches::{HOW_TO_MAP, Switches};
 use cryopod_cuda::gpus::nvidia;
 use cryopod_cuda::messages::protocol::AgentGpu;
 use cryopod_cuda::messages::report::GpuUser;
@@ -266,7 +266,7 @@ impl Maker<'_> {
             true => old.id.clone(),
             false => format!("{} (restored on {})", old.id, new.id),
         };
-        let remedy = "restore on a GPU of the same model, or name one with dev.cryopod.gpu.map";
+        let remedy = &format!("restore on a GPU of the same model, or name one with {HOW_TO_MAP}");
         let known = |text: &str| match text.is_empty() {
             true => "unknown".to_owned(),
             false => text.to_owned(),
@@ -327,7 +327,9 @@ impl Maker<'_> {
     }
 
     fn free(&mut self, need: &Need, found: &FoundHost, pairs: &[Pair<'_>]) {
-        let remedy = "end what uses that GPU (nvidia-smi shows it), or choose another with dev.cryopod.gpu.map";
+        let remedy = &format!(
+            "end what uses that GPU (nvidia-smi shows it), or choose another with {HOW_TO_MAP}"
+        );
         let mut targets: BTreeSet<&str> = BTreeSet::new();
         for (old, new) in pairs {
             let (want, have) = (need.gpus.get(&old.id), found.free.get(&new.id));

@@ -10,6 +10,7 @@ use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
 use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::ceiling::{AskedNode, Ceiling};
+use crate::checks::switches::HOW_TO_MAP;
 use crate::mapping::gpumap::Choice;
 use crate::refusal::Refusal;
 use cryopod_host::nodes;
@@ -255,16 +256,16 @@ fn renamed(path: &str, old: u64, new: u64) -> Option<String> {
 fn absent(node: &DeviceNode, host_path: &str) -> Refusal {
     let remedy = match node.vendor {
         Vendor::Nvidia => {
-            "load NVIDIA's driver and make its nodes (nvidia-modprobe -c 0 -u), or name another GPU in dev.cryopod.gpu.map"
+            "load NVIDIA's driver and make its nodes (nvidia-modprobe -c 0 -u), or name another GPU"
         }
-        Vendor::Amd => "load the amdgpu driver, or name another render node in dev.cryopod.gpu.map",
+        Vendor::Amd => "load the amdgpu driver, or name another render node",
     };
     Refusal::new(
         format!(
             "the checkpoint's {} would be {host_path}, which this host has not got",
             node.path
         ),
-        remedy,
+        format!("{remedy} with {HOW_TO_MAP}"),
     )
 }
 

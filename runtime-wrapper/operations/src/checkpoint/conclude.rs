@@ -98,18 +98,19 @@ pub(super) fn conclude(
     let denied =
         criu_log.and_then(|log| lsm::denial(&request.host, log, &planned.surroundings.lsm));
     let storage = dumped.full.is_some() || dumped.metadata_error.is_some();
+    let left = finished.not_put_back;
     metrics::failed_run(&dumped.ended, finished.error.is_some(), storage);
     let runtime_log = dumped.runtime_log.as_ref();
     let runtime_error = runtime_log
         .filter(|_| dumped.ended.code != 0)
         .and_then(RuntimeLog::own_error);
     let reasons = dumped.metadata_error.iter().cloned();
-    let reasons = reasons.chain(finished.reasons()).chain(dumped.full.clone());
+    let reasons = reasons.chain(finished.error).chain(dumped.full.clone());
     let reasons = reasons.chain(denied).chain(runtime_error).collect();
     match again {
         true => tracing::warn!("{}: not frozen; another try", request.id()),
         false => {
-            log::error(&explain(request, state, &dumped, reasons));
+            log::error(&explain(request, state, &dumped, reasons, &left));
             dumped.held.hand_on();
         }
     }
@@ -165,14 +166,16 @@ fn explain(
     state: &ContainerState,
     dumped: &DumpOutcome,
     reasons: Vec<String>,
+    left: &[String],
 ) -> String {
     let (low, held) = (&request.ctx.low, dumped.held.text());
     let why = failure::describe(low, &dumped.ended, reasons, &dumped.before, &held);
     match dumped.ended.killed {
         true => format!(
-            "checkpoint of {} failed and CRIU had to be killed: see whether the container still answers, and restart it if not: {why}",
-            request.id()
+            "checkpoint of {} failed and CRIU had to be killed: see whether the container still answers, and restart it if not: {}",
+            request.id(),
+            [&[why], left].concat().join("; ")
         ),
-        false => failed(request, state, &why),
+        false => failed(request, state, &why, left),
     }
 }

@@ -72,9 +72,12 @@ pub fn begin(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
         Ok(()) => "its cgroup could not be frozen before it ran".to_owned(),
         Err(e) => format!("{}: cannot be written: {e}", path.display()),
     };
-    state::remove(ctx, inv, &tools);
+    let container = match state::remove(ctx, inv, &tools) {
+        true => "it was removed",
+        false => "it could not be removed: end it",
+    };
     Err(Error::Failed(format!(
-        "creation of {} from a checkpoint failed, it was removed, and the checkpoint is untouched: {failed}",
+        "creation of {} from a checkpoint failed, {container}, and the checkpoint is untouched: {failed}",
         inv.id
     )))
 }

@@ -76,7 +76,13 @@ impl CriuOptions {
     ) -> Result<Self, OptionError> {
         let mut all = BTreeMap::new();
         for (name, value) in DEFAULTS {
-            if !user_texts.iter().any(|t| mentions(t, name)) {
+            // A configuration can only switch a default option on, which it is, or off. Left out, the runtime would send it
+            // to CRIU switched off.
+            let overridden = match value {
+                Some(_) => name.to_owned(),
+                None => format!("no-{name}"),
+            };
+            if !user_texts.iter().any(|t| mentions(t, &overridden)) {
                 let value = value.map_or(CriuValue::Flag(true), |v| CriuValue::Text(v.to_owned()));
                 all.insert(name.to_owned(), value);
             }
@@ -427,11 +433,12 @@ mod tests {
 
     #[test]
     fn a_default_does_not_override_the_users_file() {
-        let text = "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n".to_owned();
+        let text =
+            "# x\n ghost-limit=5M\n--file-locks\nno-link-remap\nno-ext-unix-sks\n".to_owned();
         let o = of(&BTreeMap::new(), json!({}), &[text]).unwrap();
         assert_eq!(
             o.lines(false),
-            ["ext-unix-sk", "link-remap", "skip-in-flight"]
+            ["ext-unix-sk", "file-locks", "skip-in-flight"]
         );
     }
 

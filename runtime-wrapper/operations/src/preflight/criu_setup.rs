@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_cuda::gpus::gpu::GpuPair;
-use cryopod_cuda::messages::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
-use cryopod_cuda::messages::report::{AgentOutcome, AgentReport, PluginReport, RolledBack};
+use cryopod_cuda::messages::config::{
+    FILE_NAME, MAX_TIMEOUT_MS, Operation as PluginOperation, PluginConfig,
+};
+use cryopod_cuda::messages::report::{AgentOutcome, AgentReport, PluginReport};
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::checks::nvidia_compat;
@@ -176,7 +178,7 @@ impl CriuSetup<'_> {
         }
         write(&op.file(CRIU_CONF), text.as_bytes())?;
         if let Some(plugin) = nvidia {
-            self.nvidia(op, plugin)?;
+            self.nvidia(op, plugin, extra.limit_s)?;
         }
         Ok(CriuEnvironment {
             action_script: ActionScript::open(op)?,
@@ -191,12 +193,15 @@ impl CriuSetup<'_> {
         })
     }
 
-    fn nvidia(&self, op: &Operation, mut plugin: PluginConfig) -> Result<(), Error> {
+    fn nvidia(&self, op: &Operation, mut plugin: PluginConfig, limit_s: u64) -> Result<(), Error> {
         plugin.abort_file = Some(op.file(ABORT_FILE));
         plugin.report = Some(op.file(PLUGIN_REPORT));
         if let Some(limit) = self.request.config().nvidia.lock_timeout_ms {
             plugin.lock_timeout_ms = limit;
         }
+        // A step that hangs must end before the operation's limit does, and what is undone must have time.
+        let most_ms = (limit_s.saturating_mul(1000) / 3 * 2).min(MAX_TIMEOUT_MS);
+        plugin.step_timeout_ms = plugin.step_timeout_ms.max(most_ms);
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;
@@ -224,34 +229,22 @@ impl CriuEnvironment {
     pub fn finish(self, op: &Operation) -> OperationReports {
         drop(self.action_script);
         let had_agent = self.agent.is_some();
-        drop(self.agent);
-        let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
-        let agent: Option<AgentReport> = read_report(&op.file(agent::REPORT));
-        let left = |p: &RolledBack| {
-            let error = p.error.as_deref()?;
-            Some(format!(
-                "process {} ({}) is left {} by the driver: {error}",
-                p.pid, p.comm, p.left
-            ))
-        };
+        let agent = self.agent.and_then(|agent| agent.end(op));
+        let plugin = read_report(op);
         OperationReports {
             error: plugin.and_then(|r| r.error).map(|e| e.to_string()),
             agent_was_killed: had_agent
                 && agent
                     .as_ref()
                     .is_none_or(|r| r.outcome == AgentOutcome::RollingBack),
-            not_put_back: agent
-                .iter()
-                .flat_map(|r| &r.processes)
-                .filter_map(left)
-                .collect(),
+            not_put_back: agent.iter().flat_map(AgentReport::not_put_back).collect(),
         }
     }
 }
 
 /// How long the CUDA processes could not work, in microseconds, if they go on already.
 pub fn pause(op: &Operation) -> Option<u64> {
-    read_report::<PluginReport>(&op.file(PLUGIN_REPORT))?.pause_us
+    read_report(op)?.pause_us
 }
 
 /// What the plugin and the driver agent report when the operation has ended.
@@ -271,8 +264,8 @@ impl OperationReports {
     }
 }
 
-fn read_report<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
-    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+fn read_report(op: &Operation) -> Option<PluginReport> {
+    serde_json::from_slice(&std::fs::read(op.file(PLUGIN_REPORT)).ok()?).ok()
 }
 
 fn write(path: &Path, text: &[u8]) -> Result<(), Error> {

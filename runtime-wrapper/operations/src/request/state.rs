@@ -119,17 +119,18 @@ pub fn directory(ctx: &Context, inv: &Invocation) -> PathBuf {
 
 /// Removes what is left of a container when the runtime, or CRIU late in its work, was killed in the middle: its state
 /// would block the next try. Never called after a failure of the runtime's own: a container of this name may be running
-/// already.
-pub fn remove(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
+/// already. Returns false if it cannot be removed.
+pub fn remove(ctx: &Context, inv: &Invocation, tools: &dyn Tools) -> bool {
     // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is mounted.
     mountinfo::unmount_below(&directory(ctx, inv));
     // More than once, as files may still appear while the last processes end.
     for _ in 0..3 {
         match run(ctx, inv, &["delete", "--force"], tools) {
-            Ok(out) if out.code == 0 => return,
+            Ok(out) if out.code == 0 => return true,
             Ok(out) => tracing::debug!("delete --force: {}", out.stderr),
             Err(e) => tracing::debug!("delete --force: {e}"),
         }
         std::thread::sleep(Duration::from_millis(200));
     }
+    false
 }

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use cryopod_gpu_plan::checks::switches::{HOW_TO_MAP, Switches};
 use cryopod_host::cgroups::Cgroups;
 
 use super::bundle::BundleChanges;
@@ -112,8 +113,9 @@ fn explain(
     let why = failure::describe(low, &ran.ended, reasons.collect(), &ran.before, "");
     let stuck = match amd && ran.ended.killed {
         true => format!(
-            ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",
+            ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons ({}; or another KFD_*_CHECK), on other GPUs ({HOW_TO_MAP}), or, if it was copying GPU memory, with a higher limits.restore_s in {}",
             plugins::AMD_PLUGIN,
+            Switches::how("KFD_NUMA_CHECK"),
             crate::config::PATH
         ),
         false => String::new(),

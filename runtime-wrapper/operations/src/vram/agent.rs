@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use cryopod_cuda::messages::report::AgentReady;
+use cryopod_cuda::messages::report::{AgentReady, AgentReport};
 use cryopod_host::limited::wait_until;
 
 use crate::config::{Config, Nvidia};
@@ -139,6 +139,13 @@ impl RunningAgent {
     /// Returns the agent's process.
     pub fn pid(&self) -> Option<i32> {
         i32::try_from(self.child.id()).ok()
+    }
+
+    /// Ends the agent, which first puts back what was not committed, and returns its report. `None`: it had nothing to put
+    /// back, or was killed.
+    pub fn end(self, op: &Operation) -> Option<AgentReport> {
+        drop(self);
+        serde_json::from_slice(&std::fs::read(op.file(REPORT)).ok()?).ok()
     }
 }
 

@@ -16,7 +16,7 @@ fault fail-checkpoint '.error.step == "checkpoint"'
 fault fail-checkpoint=CUDA_ERROR_OUT_OF_MEMORY '.error.remedy | test("memory")'
 fault fail-lock '.error.step == "lock"'
 fault fail-lock=CUDA_ERROR_NOT_SUPPORTED '.error.step == "lock"'
-fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock timeout"))' '{"lock_timeout_ms": 700}'
+fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock_timeout_ms"))' '{"lock_timeout_ms": 700}'
 fault fail-get-state '.error.step == "query"'
 
 # A driver call that hangs is given up; when it returns at last, the agent undoes what it did.

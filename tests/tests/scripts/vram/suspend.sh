@@ -75,6 +75,11 @@ mkdir /tmp/small && mount -t tmpfs -o size=40m tmpfs /tmp/small
 check 'a full disk: said' refused 'not suspended, and it runs on: .*No space left on device' cryopod suspend --to /tmp/small/files job
 check 'a full disk: it goes on' goes_on
 check 'a full disk: nothing is left' test -z "$(ls -A /tmp/small)"
+/opt/build/cusim-ctl --socket "$sim" set fail-restore > /dev/null
+check 'not brought back: said' refused 'not suspended: .*its CUDA calls may wait: process .*cusim-client.* is left checkpointed .*.cryopod resume job. tries again' cryopod suspend --to /tmp/small/files job
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+check 'not brought back: resume' does cryopod resume job
+check 'not brought back: it goes on' goes_on
 umount /tmp/small
 sed 's/^MemAvailable:.*/MemAvailable:    1000000 kB/' /proc/meminfo > /tmp/meminfo
 mount --bind /tmp/meminfo /proc/meminfo
