@@ -112,7 +112,7 @@ impl RunningContainer {
         let started = Instant::now();
         let mut note = |done: &Done| {
             let record = SuspendedRecord {
-                version: 1,
+                version: SuspendedRecord::VERSION,
                 name: name.clone(),
                 init: self.container.init,
                 start_time: self.container.start_time,
@@ -145,7 +145,7 @@ impl RunningContainer {
                         "{name}: not suspended: {error}; its CUDA calls may wait: {left}; `cryopod resume {name}` tries again"
                     );
                 }
-                if let Some(record) = SuspendedRecord::of(host, self.container.init) {
+                if let Ok(Some(record)) = SuspendedRecord::of(host, self.container.init) {
                     record.remove();
                 }
                 bail!("{name}: not suspended, and it runs on: {error}");
@@ -192,6 +192,7 @@ pub fn find(
     let lock = lock.with_context(|| name.to_owned())?;
     suspended::sweep(host);
     let record = SuspendedRecord::of(host, container.init);
+    let record = record.with_context(|| name.to_owned())?;
     Ok((container, record, lock))
 }
 
