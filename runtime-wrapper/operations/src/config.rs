@@ -481,7 +481,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.toml");
         for (text, want) in [
-            ("renamed = 1\n[runtime]\nlow_level = \"runc\"\nnew = 2", Some(Some("runc"))),
+            (
+                "renamed = 1\n[runtime]\nlow_level = \"runc\"\nnew = 2",
+                Some(Some("runc")),
+            ),
             ("[criu]\nrenamed = 1", Some(None)),
             ("[runtime]\nlow_level = 1", None),
             ("runtime = 1", None),
