@@ -83,7 +83,7 @@ pub struct CriuEnvironment {
     /// Checkpoint only: an estimate of what it has to save, in bytes.
     pub bytes: u64,
     /// Checkpoint only: the lock of the checkpoint that it builds upon.
-    parent: Option<Flock<File>>,
+    _parent: Option<Flock<File>>,
 }
 
 impl CriuSetup<'_> {
@@ -130,7 +130,7 @@ impl CriuSetup<'_> {
         let ready = self.ready(op, &plan.plugins, nvidia, agent, &extra)?;
         Ok(CriuEnvironment {
             bytes,
-            parent,
+            _parent: parent,
             ..ready
         })
     }
@@ -196,7 +196,7 @@ impl CriuSetup<'_> {
             low_version: self.low_version.map(str::to_owned),
             limit: Duration::from_secs(extra.limit_s),
             bytes: 0,
-            parent: None,
+            _parent: None,
         })
     }
 
