@@ -107,13 +107,14 @@ pub fn into_directory(
         fs::File::open(&images)?.sync_all()
     };
     moved().map_err(Error::io(&images, "put the files in place"))?;
-    if let Some(mut metadata) = metadata {
-        metadata.gpu.vram = Some(written.facts.clone());
+    if metadata.is_some() {
         let recorded = |e: MetadataError| {
             let name = names::METADATA.into();
             let reason = e.to_string();
             Error::bad(source.path(), Bad::Content { name, reason })
         };
+        let metadata = Metadata::with_vram(&images, &written.facts);
+        let metadata = metadata.map_err(Error::io(&images, "read its metadata"))?;
         MetadataSlot::reserve(&images)
             .and_then(|slot| slot.commit(&metadata))
             .map_err(recorded)?;

@@ -7,7 +7,7 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use cryopod_host::files::open_regular;
+use cryopod_host::files::{open_regular, read_bounded_from};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -55,7 +55,7 @@ pub enum MetadataError {
     Invalid { path: PathBuf, reason: String },
     /// A newer cryopod wrote the metadata, with a schema that this one does not know.
     #[error(
-        "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"
+        "{path}: schema {found} is newer than {SCHEMA_MAJOR}.{SCHEMA_MINOR}, the newest that this cryopod knows; update cryopod on this host"
     )]
     TooNew { path: PathBuf, found: String },
 }
@@ -269,6 +269,15 @@ impl Metadata {
         Self::parse(&text, &path).map(Some)
     }
 
+    /// Returns the metadata of an image directory for other VRAM files. All else stays, also what this version does not know.
+    pub fn with_vram(image_dir: &Path, facts: &VramFacts) -> io::Result<Value> {
+        let file = open_regular(&image_dir.join(names::METADATA))?;
+        let mut value: Value =
+            serde_json::from_slice(&read_bounded_from(file, MAX_METADATA_BYTES)?)?;
+        value["gpu"]["vram"] = serde_json::to_value(facts)?;
+        Ok(value)
+    }
+
     /// Parses metadata; `path` only appears in errors.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, MetadataError> {
         let invalid = |reason: String| MetadataError::Invalid {
@@ -284,18 +293,21 @@ impl Metadata {
         let numbers = schema
             .split_once('.')
             .and_then(|(a, b)| Some((a.parse::<u32>().ok()?, b.parse::<u32>().ok()?)));
+        let too_new = || MetadataError::TooNew {
+            path: path.to_owned(),
+            found: schema.chars().take(40).collect(),
+        };
         match numbers {
             None => return Err(invalid(format!("`schema` is {schema:?}, not MAJOR.MINOR"))),
-            Some((major, _)) if major > SCHEMA_MAJOR => {
-                return Err(MetadataError::TooNew {
-                    path: path.to_owned(),
-                    found: schema.chars().take(40).collect(),
-                });
-            }
+            Some((major, _)) if major > SCHEMA_MAJOR => return Err(too_new()),
             Some((0, _)) => return Err(invalid("`schema` 0 was never released".into())),
             Some(_) => {}
         }
-        serde_json::from_value(value).map_err(|e| invalid(e.to_string()))
+        Self::deserialize(&value).map_err(|e| match numbers {
+            // A field may have a value that this version does not know.
+            Some(schema) if schema > (SCHEMA_MAJOR, SCHEMA_MINOR) => too_new(),
+            _ => invalid(e.to_string()),
+        })
     }
 }
 

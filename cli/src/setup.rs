@@ -24,6 +24,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_operations::config::Config;
 use cryopod_operations::config::store::DEFAULT;
 use cryopod_operations::images::store;
 
@@ -144,6 +145,9 @@ impl WantedSetup<'_> {
     fn own_configuration(&self, target: Target) -> anyhow::Result<Option<Change>> {
         let path = Path::new(low_level::FILE);
         let before = change::read(self.host, path)?;
+        if let Some(settings) = self.settings {
+            Config::parse(settings, path).context("--settings")?;
+        }
         let made = |text: &str| {
             let record = SetupRecord::read(self.host, record::SHARED)?;
             anyhow::Ok(record.made_file(path, text))
@@ -321,10 +325,14 @@ fn set_up(
             return Ok(ExitCode::FAILURE);
         }
         let (shared, own): (Vec<_>, Vec<_>) = changes.iter().cloned().partition(low_level::is_own);
+        if files.is_some() {
+            // First: older programs may not know the configuration that comes with these.
+            SetupRecord::make(host, target.key(), &[], files)?;
+        }
         if !shared.is_empty() {
             SetupRecord::make(host, record::SHARED, &shared, None)?;
         }
-        let backup = SetupRecord::make(host, target.key(), &own, files)?;
+        let backup = SetupRecord::make(host, target.key(), &own, None)?;
         println!("{name} is set up. Backup: {}", backup.display());
     }
     if target != Target::Podman && !args.dry_run {
@@ -621,6 +629,20 @@ mod tests {
             assert_eq!(config(), None);
             assert!(!host.path("/etc/cryopod").exists());
             assert!(!host.path("/var/lib/cryopod").exists());
+        }
+    }
+
+    #[test]
+    fn settings_that_the_programs_do_not_know_are_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        for (text, is_valid) in [("[limits]\ntool_s = 5", true), ("renamed = 1", false)] {
+            let mut wanted = packaged(&host, &Debian12);
+            wanted.settings = Some(text);
+            let done = set_up(&args(Target::Podman, false), &wanted, None);
+            assert_eq!(done.is_ok(), is_valid, "{text}");
+            let config = change::read(&host, Path::new(low_level::FILE)).unwrap();
+            assert!(config.unwrap().contains("tool_s = 5"));
         }
     }
 

@@ -5,8 +5,9 @@ use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use cryopod_host::files::{create_private, if_there, sync_directory};
+use serde::Serialize;
 
-use super::{Metadata, MetadataError};
+use super::MetadataError;
 use crate::format::names;
 
 /// Disk space reserved for the metadata before a container is frozen, in bytes.
@@ -64,7 +65,7 @@ impl MetadataSlot {
     ///
     /// # Errors
     /// [`MetadataError::Write`]; then nothing has the final name.
-    pub fn commit(mut self, metadata: &Metadata) -> Result<(), MetadataError> {
+    pub fn commit(mut self, metadata: &impl Serialize) -> Result<(), MetadataError> {
         let write = |path: &Path| {
             let path = path.to_owned();
             move |source| MetadataError::Write { path, source }

@@ -64,6 +64,25 @@ fn unknown_fields_survive() {
     v["vram"] = serde_json::json!({"chunks": 3});
     let metadata = parse(&v.to_string()).unwrap();
     assert_eq!(serde_json::to_value(metadata).unwrap(), v);
+    // `cryopod flatten` keeps also those within others.
+    v["gpu"]["later"] = serde_json::json!([1]);
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join(names::METADATA), v.to_string()).unwrap();
+    let facts = VramFacts::default();
+    let whole = Metadata::with_vram(dir.path(), &facts).unwrap();
+    v["gpu"]["vram"] = serde_json::to_value(facts).unwrap();
+    assert_eq!(whole, v);
+}
+
+#[test]
+fn a_value_of_a_newer_minor_is_no_damage() {
+    for (schema, is_newer) in [("1.7", true), ("1.0", false)] {
+        let mut v = serde_json::to_value(sample()).unwrap();
+        v["schema"] = schema.into();
+        v["gpu"]["vendors"] = serde_json::json!(["another"]);
+        let e = parse(&v.to_string()).unwrap_err();
+        assert_eq!(matches!(e, MetadataError::TooNew { .. }), is_newer, "{e}");
+    }
 }
 
 #[test]

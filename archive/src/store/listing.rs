@@ -8,14 +8,20 @@ use std::time::Instant;
 
 use cryopod_host::files::{if_there, open_regular, read_bounded, replace};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::find::{each, hash};
 use super::{MAX_BYTES, StoreError, Stored};
 use crate::format::names;
 
+/// The version that this cryopod writes, and the newest that it reads. The first lists had none.
+const VERSION: u64 = 1;
+
 /// The files of an image directory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Listing {
+    #[serde(default)]
+    version: u64,
     files: Vec<Stored>,
 }
 
@@ -54,13 +60,18 @@ impl Listing {
             Ok(())
         })?;
         let files = listed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let text = serde_json::to_vec(&Self { files }).map_err(|e| failed("list it")(e.into()))?;
+        let version = VERSION;
+        let text = serde_json::to_vec(&Self { version, files })
+            .map_err(|e| failed("list it")(e.into()))?;
         let [path, partial] =
             [names::LISTING, names::LISTING_PARTIAL].map(|name| images.join(name));
         replace(&path, &partial, 0o600, &text).map_err(failed("write its list"))
     }
 
     /// Compares an image directory with its list, if it has one. Returns what is damaged.
+    ///
+    /// # Errors
+    /// It cannot be read, or a newer cryopod wrote the list.
     pub fn damage(
         images: &Path,
         threads: usize,
@@ -71,7 +82,13 @@ impl Listing {
         let Some(text) = text.map_err(StoreError::io(&path, "read it"))? else {
             return Ok(None);
         };
-        let Ok(listing) = serde_json::from_slice::<Self>(&text) else {
+        let value = serde_json::from_slice::<Value>(&text).unwrap_or_default();
+        if let Some(found) = value["version"].as_u64().filter(|found| *found > VERSION) {
+            let reason =
+                format!("version {found} of the list; this cryopod reads {VERSION}: update it");
+            return Err(StoreError::Unusable { path, reason });
+        }
+        let Ok(listing) = Self::deserialize(value) else {
             return Ok(Some(format!("{}: no list", path.display())));
         };
         let compared = each(threads, listing.files.iter(), |file| {
@@ -176,6 +193,17 @@ mod tests {
             let said = Listing::damage(dir.path(), 2, None).unwrap();
             assert!(said.as_ref().is_some_and(|s| s.contains(name)), "{said:?}");
         }
+    }
+
+    #[test]
+    fn a_list_of_a_newer_version_is_no_damage() {
+        let dir = checkpoint();
+        let write = |text: &str| fs::write(dir.path().join(names::LISTING), text).unwrap();
+        write(r#"{"files":[]}"#);
+        assert_eq!(Listing::damage(dir.path(), 1, None).unwrap(), None);
+        write(r#"{"version":2,"trees":[]}"#);
+        let newer = Listing::damage(dir.path(), 1, None).unwrap_err();
+        assert!(newer.to_string().contains("update it"), "{newer}");
     }
 
     #[test]

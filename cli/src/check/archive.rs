@@ -66,6 +66,8 @@ struct Checkpoint {
     metadata: Option<Metadata>,
     spec: Spec,
     amd: Images,
+    /// The image of the NVIDIA plugin.
+    nvidia: Option<Vec<u8>>,
     /// `inventory.img`; empty if there is none.
     inventory: Vec<u8>,
     reference: Option<Reference>,
@@ -172,6 +174,7 @@ fn answer(ask: &ArchiveQuestion<'_>) -> anyhow::Result<(Checkpoint, RestoreAnswe
         faults: &means.faults,
         agent: means.agent.as_ref().map(|a| &a.ready),
         amd: Some(&checkpoint.amd),
+        nvidia: checkpoint.nvidia.as_deref(),
         freed: 0,
     })?;
     let compressed = compressed::of_inventory(&checkpoint.inventory, criu.as_ref());
@@ -213,6 +216,7 @@ fn open(ask: &ArchiveQuestion<'_>) -> anyhow::Result<Checkpoint> {
         names::METADATA,
         names::STORE_REFERENCE,
         names::CRIU_INVENTORY,
+        names::NVIDIA_IMAGE,
     ];
     let wanted = |name: &str| {
         engine_records::FILES.contains(&name)
@@ -271,7 +275,8 @@ fn open(ask: &ArchiveQuestion<'_>) -> anyhow::Result<Checkpoint> {
             .map_err(|e| anyhow!("{}: {e}", ask.path.display()))?;
     }
     let metadata = metadata(ask.path, &files)?;
-    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
+    let image = |name: &str| format!("{}/{name}", names::CHECKPOINT_DIR);
+    let name = image(names::STORE_REFERENCE);
     let reference = files.get(&name);
     let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
     Ok(Checkpoint {
@@ -281,13 +286,10 @@ fn open(ask: &ArchiveQuestion<'_>) -> anyhow::Result<Checkpoint> {
         grown,
         spec: spec(&files),
         amd,
+        nvidia: files.get(&image(names::NVIDIA_IMAGE)).cloned(),
         records,
         inventory: files
-            .get(&format!(
-                "{}/{}",
-                names::CHECKPOINT_DIR,
-                names::CRIU_INVENTORY
-            ))
+            .get(&image(names::CRIU_INVENTORY))
             .cloned()
             .unwrap_or_default(),
     })

@@ -112,7 +112,7 @@ impl RunningContainer {
         let started = Instant::now();
         let mut note = |done: &Done| {
             let record = SuspendedRecord {
-                version: 1,
+                version: SuspendedRecord::VERSION,
                 name: name.clone(),
                 init: self.container.init,
                 start_time: self.container.start_time,
@@ -141,7 +141,7 @@ impl RunningContainer {
                 drop(client);
                 let SuspendWork { agent, op } = work;
                 let left = pause::roll_back(config, host, &op, Some(agent), &self.pids, &error);
-                let record = SuspendedRecord::of(host, self.container.init);
+                let record = SuspendedRecord::of(host, self.container.init).ok().flatten();
                 if let Some(left) = left {
                     // The record names the files.
                     record.and(to).inspect(|directory| directory.keep());
@@ -194,6 +194,7 @@ pub fn find(
     let lock = lock.with_context(|| name.to_owned())?;
     suspended::sweep(host);
     let record = SuspendedRecord::of(host, container.init);
+    let record = record.with_context(|| name.to_owned())?;
     Ok((container, record, lock))
 }
 

@@ -32,6 +32,9 @@ pub mod sharing;
 pub mod suspend;
 pub mod vram;
 
+/// The version of wrapper, plugin and agent, which know no other's messages.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
 /// Writes a JSON file in one step: a reader sees the old contents or the new, never a part.
 pub fn write_json(path: &Path, value: &impl serde::Serialize) -> std::io::Result<()> {
     let mut text = serde_json::to_vec_pretty(value)?;

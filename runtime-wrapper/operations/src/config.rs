@@ -273,6 +273,22 @@ impl Config {
         }
     }
 
+    /// Reads the low-level runtime alone of a file that is not valid, with defaults for the rest. `None`: it cannot be
+    /// known, and another one would say that there is no such container.
+    pub fn of_invalid(path: &Path) -> Option<Self> {
+        let text = std::fs::read_to_string(path).ok()?;
+        let table: toml::Table = toml::from_str(&text).ok()?;
+        let mut config = Self::default();
+        if let Some(runtime) = table.get("runtime") {
+            let name = runtime.as_table()?.get("low_level");
+            config.runtime.low_level = match name {
+                Some(name) => Some(name.as_str()?.to_owned()),
+                None => None,
+            };
+        }
+        Some(config)
+    }
+
     /// Returns true if a restore holds the archive's privileges to the spec's.
     pub fn compares_privileges(&self) -> bool {
         self.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true)
@@ -313,7 +329,8 @@ impl Config {
         Self::parse(&text, path)
     }
 
-    fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+    /// Reads and checks a configuration's text. `path`: where it comes from, for messages.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let invalid = |reason: String| ConfigError::Invalid {
             path: path.to_owned(),
             reason,
@@ -457,6 +474,28 @@ mod tests {
             assert_eq!(limits.checkpoint(bytes), Duration::from_secs(seconds));
         }
         assert_eq!(limits.restore(1 << 30), Duration::from_secs(900));
+    }
+
+    #[test]
+    fn of_an_invalid_file_the_low_level_runtime_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.toml");
+        for (text, want) in [
+            (
+                "renamed = 1\n[runtime]\nlow_level = \"runc\"\nnew = 2",
+                Some(Some("runc")),
+            ),
+            ("[criu]\nrenamed = 1", Some(None)),
+            ("[runtime]\nlow_level = 1", None),
+            ("runtime = 1", None),
+            ("[runtime", None),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            assert!(Config::read(&path, true).is_err(), "{text}");
+            let read = Config::of_invalid(&path);
+            let low_level = read.as_ref().map(|c| c.runtime.low_level.as_deref());
+            assert_eq!(low_level, want, "{text}");
+        }
     }
 
     #[test]

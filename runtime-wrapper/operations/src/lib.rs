@@ -35,7 +35,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use checkpoint::on_stop::{self, every};
-use config::Config;
+use config::{Config, ConfigError};
 use create_from::{newest, waiting};
 use criu::program;
 use cryopod_host::processes::signals::keep_children;
@@ -70,8 +70,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         .into_iter()
         .find(|(name, _)| called_as == Some(name.as_ref()));
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
-    let mut ctx = match context(args) {
-        Ok(ctx) => ctx,
+    let (mut ctx, invalid) = match context(args) {
+        Ok(found) => found,
         Err((args, e)) => {
             // The log that the engine reads, if the command line names one.
             let globals = argv::decode(RuntimeKind::Runc, &args).map(|i| i.globals);
@@ -79,10 +79,13 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             return fail(&e);
         }
     };
-    if let Some((_, main)) = attendant {
+    let decoded = argv::decode(ctx.low.kind, &ctx.args);
+    if let Some(e) = &invalid {
+        warn_of_defaults(e, decoded.as_ref());
+    } else if let Some((_, main)) = attendant {
         return main(&ctx);
     }
-    match argv::decode(ctx.low.kind, &ctx.args) {
+    match decoded {
         Some(inv) if waiting::is_waiting_for_start(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         Some(inv) if inv.verb == Verb::Checkpoint => {
             program::prefer_over_host(&ctx.config);
@@ -105,7 +108,10 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => {
             run(&ctx, &inv, create_from::run)
         }
-        Some(inv) if on_stop::is_stop(&ctx, &inv) => run(&ctx, &inv, on_stop::run),
+        Some(inv) if on_stop::is_stop(&ctx, &inv) => match invalid {
+            None => run(&ctx, &inv, on_stop::run),
+            Some(_) => run(&ctx, &inv, on_stop::pass),
+        },
         Some(inv) if on_stop::is_kill_meanwhile(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
             let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
@@ -148,13 +154,40 @@ fn deleted_already(ctx: &Context, inv: &Invocation) -> Option<Error> {
     gone.then(|| Error::Failed(format!("the container {id} does not exist")))
 }
 
-fn context(args: Vec<OsString>) -> Result<Context, (Vec<OsString>, Error)> {
-    let found = Config::load()
-        .map_err(Error::from)
-        .and_then(|config| Ok((LowLevel::find(&config)?, config)));
-    match found {
-        Ok((low, config)) => Ok(Context { config, low, args }),
-        Err(e) => Err((args, e)),
+/// Finds what every verb needs. With it comes why the configuration is not valid, for a verb that works without it: after
+/// an upgrade with a renamed key, containers that run must end as before.
+fn context(args: Vec<OsString>) -> Result<(Context, Option<ConfigError>), (Vec<OsString>, Error)> {
+    let low_level_of = |e: &ConfigError| match e {
+        ConfigError::Invalid { path, .. } => Config::of_invalid(path),
+        ConfigError::Read { .. } => None,
+    };
+    let loaded = Config::load().map(|config| (config, None));
+    let loaded = loaded.or_else(|e| match low_level_of(&e) {
+        Some(config) => Ok((config, Some(e))),
+        None => Err(Error::from(e)),
+    });
+    let found =
+        loaded.and_then(|(config, invalid)| Ok((LowLevel::find(&config)?, config, invalid)));
+    let (low, config, invalid) = match found {
+        Ok(found) => found,
+        Err(e) => return Err((args, e)),
+    };
+    let needs_all = |i: Invocation| {
+        use Verb::{Checkpoint, Create, Pause, Restore, Run};
+        matches!(i.verb, Checkpoint | Create | Pause | Restore | Run)
+    };
+    match invalid {
+        Some(e) if argv::decode(low.kind, &args).is_some_and(needs_all) => Err((args, e.into())),
+        invalid => Ok((Context { config, low, args }, invalid)),
+    }
+}
+
+/// Warns that the configuration is not valid, unless an engine may read standard error with the verb's answer.
+fn warn_of_defaults(invalid: &ConfigError, inv: Option<&Invocation>) {
+    let answers = |i: &Invocation| matches!(i.verb, Verb::State | Verb::Other);
+    if let Some(inv) = inv.filter(|i| i.globals.log.is_some() || !answers(i)) {
+        log::init(Some(&inv.globals));
+        tracing::warn!("{invalid}; only runtime.low_level of it has an effect");
     }
 }
 

@@ -110,16 +110,17 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     suspended::sweep(&host);
-    let _lock = SuspendLock::take(&host, state.init, Duration::ZERO)
-        .map_err(|e| Error::Failed(format!("pause of {} failed: {e}", inv.id)))?;
-    if SuspendedRecord::of(&host, state.init).is_some() {
+    let failed = |e: io::Error| Error::Failed(format!("pause of {} failed: {e}", inv.id));
+    let _lock = SuspendLock::take(&host, state.init, Duration::ZERO).map_err(failed)?;
+    let record = SuspendedRecord::of(&host, state.init).map_err(failed)?;
+    if record.is_some() {
         // `cryopod suspend` has locked it already.
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     let pids = live::tree(&host, state.init);
     let mut driver = PauseDriver::start(&ctx.config, &host)?;
     let record = |done: &Done| SuspendedRecord {
-        version: 1,
+        version: SuspendedRecord::VERSION,
         name: inv.id.clone(),
         init: state.init,
         start_time: live::start_time(&host, state.init).unwrap_or(0),
@@ -153,7 +154,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
                     &format!("pause failed: {e}; {left}"),
                 ));
             }
-            if let Some(record) = SuspendedRecord::of(&host, state.init) {
+            if let Ok(Some(record)) = SuspendedRecord::of(&host, state.init) {
                 record.remove();
             }
             return Err(Error::Failed(format!(
@@ -201,7 +202,8 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let locked = suspended::any()
         .then(|| ContainerState::ask(ctx, inv, &tools))
         .flatten()
-        .and_then(|state| SuspendedRecord::of(&host, state.init))
+        .map_or(Ok(None), |state| SuspendedRecord::of(&host, state.init))
+        .map_err(|e| Error::Failed(format!("{} stays paused: {e}", inv.id)))?
         .filter(|record| record.locked_at_pause);
     let Some(record) = locked else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));

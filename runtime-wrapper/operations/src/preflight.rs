@@ -15,6 +15,7 @@ use cryopod_amd::choose::{self as amd_choose, ChoiceRequest, GpuMatch};
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::Topology;
 use cryopod_archive::metadata::{Gpu, Metadata};
+use cryopod_cuda::messages::image::{ImageError, NvidiaImage};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::compat::{self, Check};
 use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost, Pair};
@@ -109,6 +110,8 @@ pub struct RestoreQuestion<'a> {
     pub agent: Option<&'a AgentReady>,
     /// The images of CRIU's amdgpu plugin; `None`: they are not written yet, and the plugin restores on this very host.
     pub amd: Option<&'a Images>,
+    /// The image of cryopod's NVIDIA plugin; `None`: it is not written yet.
+    pub nvidia: Option<&'a [u8]>,
     /// Host memory that will be free by then, in bytes.
     pub freed: u64,
 }
@@ -185,6 +188,9 @@ pub fn answer(question: &RestoreQuestion<'_>) -> Result<RestoreAnswer, Error> {
     }
     if plugins::uses(metadata, Vendor::Nvidia) {
         nvidia(question, agent, &mut answer);
+        answer
+            .other
+            .extend(question.nvidia.and_then(of_another_version));
     }
     Ok(answer)
 }
@@ -224,6 +230,12 @@ fn nvidia(question: &RestoreQuestion<'_>, agent: Option<&AgentReady>, answer: &m
         pairs.as_deref(),
         question.switches,
     ));
+}
+
+/// Refuses an image that the NVIDIA plugin would refuse when the container's processes are there.
+fn of_another_version(image: &[u8]) -> Option<Refusal> {
+    let e = NvidiaImage::parse(image).err()?;
+    matches!(e, ImageError::Version(_)).then(|| Refusal::new(e.to_string(), ""))
 }
 
 /// Returns the GPUs that CRIU's amdgpu plugin must restore on; `None` if the images do not say what they need.
@@ -291,4 +303,18 @@ fn amd_switches(switches: &Switches) -> cryopod_amd::checks::KfdSwitches {
         all = all.with(switch, switches.on(switch.name()));
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_of_a_later_version_is_refused_ahead() {
+        let image = |version: u32| format!(r#"{{"version": {version}, "processes": []}}"#);
+        assert!(of_another_version(image(4).as_bytes()).is_none());
+        let refused = of_another_version(image(6).as_bytes()).unwrap();
+        assert!(refused.what.contains("update cryopod"), "{refused}");
+        assert!(of_another_version(b"{").is_none(), "the plugin reports it");
+    }
 }

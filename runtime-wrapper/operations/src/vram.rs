@@ -4,6 +4,7 @@ pub mod agent;
 pub mod parent;
 pub mod preload;
 
+use std::fs::File;
 use std::time::{Duration, Instant};
 
 use cryopod_archive::format::names;
@@ -16,6 +17,7 @@ use cryopod_cuda::preload::Library;
 use cryopod_cuda::vram::memory::available_to;
 use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
 use cryopod_host::spec::Spec;
+use nix::fcntl::Flock;
 
 use crate::config::Config;
 use crate::config::vram::VramMode;
@@ -31,14 +33,17 @@ pub const ACTION_SCRIPT_FILE: &str = "action-script-asked";
 const SPARE_BYTES: u64 = 1 << 30;
 const MARGIN: Duration = Duration::from_secs(10);
 
-/// Returns the plugin's VRAM settings for a checkpoint; `None`: without VRAM files.
-pub fn checkpoint(request: &Request<'_>) -> Result<Option<VramConfig>, Error> {
+/// Returns the plugin's VRAM settings for a checkpoint (`None`: without VRAM files), and the lock of its parent.
+pub fn checkpoint(
+    request: &Request<'_>,
+) -> Result<(Option<VramConfig>, Option<Flock<File>>), Error> {
     let (config, spec) = (request.config(), &request.spec);
     let Some(vram) = wanted(config, spec)? else {
-        return Ok(None);
+        return Ok((None, None));
     };
-    let parent = parent::choose(config, spec, request.inv)?;
-    Ok(Some(VramConfig { parent, ..vram }))
+    let held = parent::choose(config, spec, request.inv)?;
+    let (parent, lock) = held.map_or((None, None), |held| (Some(held.parent), held.lock));
+    Ok((Some(VramConfig { parent, ..vram }), lock))
 }
 
 fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {

@@ -16,7 +16,8 @@ pub const VERSION: u32 = 1;
 pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes.
 pub const MAPS_VERSION: u32 = 3;
-/// The version written where GPU memory was taken out by the preload library, and the newest read.
+/// The version written where GPU memory was taken out by the preload library, and the newest read. The next one is 6: images
+/// of a version 5 were written for a while, and are read by nobody.
 pub const PRELOAD_VERSION: u32 = 4;
 pub const MAX_BYTES: u64 = 16 << 20;
 
@@ -122,7 +123,9 @@ fn is_zero(n: &u64) -> bool {
 pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("{FILE_NAME} has version {0}; this plugin reads {PRELOAD_VERSION}")]
+    #[error(
+        "{FILE_NAME} has version {0}, and this cryopod reads versions up to {PRELOAD_VERSION}: update cryopod here"
+    )]
     Version(u32),
     #[error("{FILE_NAME} is invalid: {0}")]
     Invalid(String),

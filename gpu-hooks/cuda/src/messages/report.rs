@@ -15,6 +15,9 @@ pub const VERSION: u32 = 1;
 pub struct AgentReady {
     /// The driver works and the socket listens.
     pub ready: bool,
+    /// [`crate::VERSION`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cryopod: Option<String>,
     /// The kernel driver's version ("580.159.04"), when it can be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,

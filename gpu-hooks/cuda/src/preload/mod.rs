@@ -45,18 +45,27 @@ pub struct Library {
 impl Library {
     /// Finds the library; `None` if the process has none that works.
     pub fn of(pid: i32) -> Option<Self> {
-        let card = card(pid)?;
-        let own = procfs::status(pid).ok()?.ns_pids.last().copied()?;
+        Self::find(pid).ok().flatten()
+    }
+
+    /// Finds the library; `None` if the process has none.
+    ///
+    /// # Errors
+    /// It has one that cannot be reached: one of another version ([`io::ErrorKind::Unsupported`]), say.
+    pub fn find(pid: i32) -> io::Result<Option<Self>> {
+        let Some(card) = card(pid)? else {
+            return Ok(None);
+        };
         // A forked child has its parent's descriptors.
-        if card.pid != own {
-            return None;
+        if procfs::status(pid)?.ns_pids.last() != Some(&card.pid) {
+            return Ok(None);
         }
-        let socket = cryopod_host::pidfd::take(pid, card.agent_end).ok()?;
-        Some(Self {
+        let socket = cryopod_host::pidfd::take(pid, card.agent_end)?;
+        Ok(Some(Self {
             socket,
             tid: card.tid,
             spare: card.spare,
-        })
+        }))
     }
 
     /// Sends a request and collects the pieces of the answer. `limit` is for each message.
@@ -146,19 +155,19 @@ impl Library {
 
     /// Whether a process seems to have the library.
     pub fn is_in(pid: i32) -> bool {
-        card(pid).is_some()
+        matches!(card(pid), Ok(Some(_)))
     }
 
     /// Whether the library in a process keeps a file with its GPU memory, or has it elsewhere: its calls wait. `false`:
     /// there is no library, or it says that they do not.
     ///
     /// # Errors
-    /// It does not answer.
+    /// It does not answer, or cannot be reached.
     pub fn waits(pid: i32) -> io::Result<bool> {
-        let Some(library) = Self::of(pid) else {
-            return Ok(false);
-        };
-        library.is_away(STATE_LIMIT)
+        match Self::find(pid)? {
+            Some(library) => library.is_away(STATE_LIMIT),
+            None => Ok(false),
+        }
     }
 
     /// Whether the process's memory is away, as the library says.
@@ -175,7 +184,7 @@ impl Library {
 
     /// The library's thread in a process, as this program's `/proc` numbers it.
     pub fn thread_of(pid: i32) -> Option<i32> {
-        let tid = card(pid)?.tid;
+        let tid = card(pid).ok()??.tid;
         let inner = |thread: &i32| {
             let status = procfs::status(*thread).ok();
             status.and_then(|status| status.ns_pids.last().copied())
@@ -268,23 +277,29 @@ pub fn size(pieces: &[Piece]) -> io::Result<u64> {
     }
 }
 
-fn card(pid: i32) -> Option<Card> {
+fn card(pid: i32) -> io::Result<Option<Card>> {
     let name = format!("/memfd:{MEMFD} (deleted)");
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd"))?;
     let is_card = |path: &std::path::PathBuf| {
         fs::read_link(path).is_ok_and(|to| to.as_os_str() == name.as_str())
     };
     let mut paths = descriptors.flatten().map(|entry| entry.path());
+    let Some(path) = paths.find(is_card) else {
+        return Ok(None);
+    };
     let mut bytes = [0; Card::BYTES];
     // A pipe can have such a name, too.
     File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
-        .open(paths.find(is_card)?)
-        .ok()?
-        .read_exact(&mut bytes)
-        .ok()?;
-    Card::decode(&bytes)
+        .open(path)?
+        .read_exact(&mut bytes)?;
+    let card = Card::decode(&bytes);
+    card.map(Some).ok_or_else(|| {
+        let what =
+            "the preload library in it is of another version: use the cryopod that it came with";
+        io::Error::new(io::ErrorKind::Unsupported, what)
+    })
 }
 
 #[cfg(test)]
@@ -393,9 +408,16 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_the_library_has_none() {
+    fn a_library_of_another_version_is_not_none() {
+        use std::io::Write;
         let own = i32::try_from(std::process::id()).unwrap();
-        assert!(Library::of(own).is_none());
+        assert!(Library::find(own).unwrap().is_none());
         assert!(Library::of(-1).is_none());
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let mut memory = File::from(rustix::fs::memfd_create(MEMFD, flags).unwrap());
+        memory.write_all(b"CRYOPRE9________________").unwrap();
+        let unknown = Library::waits(own).unwrap_err();
+        assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
+        assert!(Library::of(own).is_none() && !Library::is_in(own));
     }
 }

@@ -27,6 +27,7 @@ use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
+use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -292,10 +293,19 @@ pub fn resume(
     let mut waiting = BTreeSet::new();
     for process in &alive {
         let runs = states.get(&process.pid) == Some(&ProcessState::Running);
+        // Before the driver's part: after it the process runs, and its memory is in the files alone.
+        if process.has_preload()
+            && let Err(error) = reachable(process.pid)
+            && is_alive(&process)
+        {
+            return Err(step("finding the preload library", process.pid, error));
+        }
         if !runs && !process.buffers.is_empty() {
             continue;
         }
         let asked = match Library::waits(process.pid) {
+            // Nothing was taken out of it.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => false,
             Err(error) if runs && is_alive(&process) => {
                 return Err(step("asking the preload library", process.pid, error));
             }
@@ -396,6 +406,11 @@ pub fn resume(
         tracing::warn!("they are resumed; {error}");
     }
     lost.map(|()| done)
+}
+
+fn reachable(pid: i32) -> io::Result<Library> {
+    let gone = || io::Error::new(io::ErrorKind::NotFound, "it is not in it any more");
+    Library::find(pid)?.ok_or_else(gone)
 }
 
 fn is_alive(process: &&Suspended) -> bool {

@@ -106,6 +106,7 @@ fn announce(ready: &AgentReady) {
 fn give_up(error: impl Into<String>, remedy: impl Into<String>) -> ExitCode {
     announce(&AgentReady {
         ready: false,
+        cryopod: Some(cryopod_cuda::VERSION.into()),
         driver_version: nvidia::driver_version(&Host::system()),
         cuda_version: None,
         libcuda: None,
@@ -174,6 +175,7 @@ fn main() -> ExitCode {
     };
     announce(&AgentReady {
         ready: true,
+        cryopod: Some(cryopod_cuda::VERSION.into()),
         driver_version: hello.driver_version.clone(),
         cuda_version: Some(hello.cuda_version),
         libcuda: Some(cuda.path().to_owned()),

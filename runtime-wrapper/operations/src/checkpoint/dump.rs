@@ -19,6 +19,7 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
+use nix::fcntl::Flock;
 use serde_json::Value;
 
 use super::capture_files;
@@ -91,7 +92,7 @@ pub(super) fn dump(
             false => HiddenGpus::of(&request.host, &request.spec, op)?,
         },
     };
-    let packing = packing(request, prepared.planned, prepared.slot.as_ref())?;
+    let (packing, _parent) = packing(request, prepared.planned, prepared.slot.as_ref())?;
     let since = Instant::now();
     prepared.metadata.timings.plan_us = micros(since - started);
     let mut completion = Completion {
@@ -326,15 +327,15 @@ impl Completion<'_> {
 }
 
 /// How the memory of AMD's GPUs goes into VRAM files. `None`: there is none, it is to stay in CRIU's images, or NVIDIA's
-/// takes those files.
+/// takes those files. With the lock of its parent.
 fn packing(
     request: &Request<'_>,
     planned: &DumpPlan,
     slot: Option<&MetadataSlot>,
-) -> Result<Option<VramConfig>, Error> {
+) -> Result<(Option<VramConfig>, Option<Flock<File>>), Error> {
     let nvidia = planned.gpus.users_of(Vendor::Nvidia);
     if slot.is_none() || amd_users(planned).is_empty() || !nvidia.is_empty() {
-        return Ok(None);
+        return Ok((None, None));
     }
     vram::checkpoint(request)
 }

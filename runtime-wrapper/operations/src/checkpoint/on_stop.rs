@@ -246,6 +246,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     }
 }
 
+/// Passes the TERM on: without a configuration no stop is a checkpoint.
+pub fn pass(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    every::interrupt(&state::directory(ctx, inv));
+    Err(passthrough::exec(&ctx.low, &ctx.args))
+}
+
 /// Locks the container's stop; `None`: another process has done so.
 fn claim(ctx: &Context, inv: &Invocation) -> std::io::Result<Option<File>> {
     let file = state::directory(ctx, inv).join(LOCK);

@@ -174,7 +174,9 @@ fn refuse_created(request: &Request<'_>, state: &ContainerState) -> Result<(), E
 
 /// Returns the processes whose CUDA calls were locked when the container was paused.
 fn locked_at_pause(request: &Request<'_>, state: &ContainerState) -> Result<Vec<i32>, Error> {
-    let Some(record) = SuspendedRecord::of(&request.host, state.init) else {
+    let record = SuspendedRecord::of(&request.host, state.init)
+        .map_err(|e| Error::untouched(format!("checkpoint of {} refused: {e}", request.id())))?;
+    let Some(record) = record else {
         return Ok(Vec::new());
     };
     if record.locked_at_pause && state.paused {

@@ -3,13 +3,13 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cryopod_cuda::suspend::Suspended;
 use cryopod_cuda::write_json;
 use cryopod_gpu_plan::live;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, if_there, read_bounded};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -69,17 +69,37 @@ impl SuspendLock {
 }
 
 impl SuspendedRecord {
+    /// The version that this cryopod writes.
+    pub const VERSION: u32 = 1;
+
     fn path(init: i32, start_time: u64) -> PathBuf {
         operation::base()
             .join(DIRECTORY)
             .join(format!("{init}-{start_time}.json"))
     }
 
-    /// Reads the record of the container with this init process.
-    pub fn of(host: &Host, init: i32) -> Option<Self> {
-        let path = Self::path(init, live::start_time(host, init)?);
-        let bytes = cryopod_host::files::read_bounded(&path, MAX_BYTES).ok()?;
-        serde_json::from_slice(&bytes).ok()
+    /// Reads the record of the container with this init process. `None`: it is not suspended.
+    ///
+    /// # Errors
+    /// There is one that this version does not know: the container is suspended.
+    pub fn of(host: &Host, init: i32) -> io::Result<Option<Self>> {
+        match live::start_time(host, init) {
+            Some(start_time) => Self::read(&Self::path(init, start_time)),
+            None => Ok(None),
+        }
+    }
+
+    fn read(path: &Path) -> io::Result<Option<Self>> {
+        let bytes = if_there(read_bounded(path, MAX_BYTES));
+        let Some(bytes) = bytes.map_err(|e| at(path, e))? else {
+            return Ok(None);
+        };
+        let record = serde_json::from_slice(&bytes).ok();
+        let record = record.filter(|record: &Self| record.version <= Self::VERSION);
+        record.map(Some).ok_or_else(|| {
+            let what = "another version of cryopod suspended it: update this one, or resume it with that one";
+            at(path, io::Error::other(what))
+        })
     }
 
     /// Writes the record, whole or not at all.
@@ -110,6 +130,10 @@ impl SuspendedRecord {
     }
 }
 
+fn at(path: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
 /// Returns true if there may be suspended containers.
 pub fn any() -> bool {
     operation::base().join(DIRECTORY).exists()
@@ -132,4 +156,29 @@ pub fn sweep(host: &Host) {
         }
     }
     let _ = fs::remove_dir(directory);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_of_another_version_is_no_absence() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("7-1.json");
+        assert_eq!(SuspendedRecord::read(&path).unwrap(), None);
+        let record = |version: u32| {
+            serde_json::json!({
+                "version": version, "name": "c", "init": 7, "start_time": 1, "since": "", "processes": [],
+            })
+        };
+        fs::write(&path, record(SuspendedRecord::VERSION).to_string()).unwrap();
+        assert!(SuspendedRecord::read(&path).unwrap().is_some());
+        let later = record(SuspendedRecord::VERSION + 1).to_string();
+        for text in [later.as_str(), "{}", "["] {
+            fs::write(&path, text).unwrap();
+            let e = SuspendedRecord::read(&path).unwrap_err().to_string();
+            assert!(e.contains("7-1.json: another version"), "{text}: {e}");
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Sets up what checkpoint and restore share: plugins, the driver agent, CRIU's configuration, the action script.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::checks::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
 use cryopod_host::nodes::Vendor;
+use nix::fcntl::Flock;
 
 use crate::criu::conf::{self, ConfReader, Extra};
 use crate::criu::{self, Criu};
@@ -82,6 +84,8 @@ pub struct CriuEnvironment {
     pub limit: Duration,
     /// Checkpoint only: an estimate of what it has to save, in bytes.
     pub bytes: u64,
+    /// Checkpoint only: the lock of the checkpoint that it builds upon.
+    _parent: Option<Flock<File>>,
 }
 
 impl CriuSetup<'_> {
@@ -94,8 +98,8 @@ impl CriuSetup<'_> {
     ) -> Result<CriuEnvironment, Error> {
         let pre_dump = self.request.pre_dump();
         let users = plan.users_of(Vendor::Nvidia);
-        let vram = match pre_dump {
-            true => None,
+        let (vram, parent) = match pre_dump {
+            true => (None, None),
             false => vram::checkpoint(self.request)?,
         };
         let operation = if pre_dump {
@@ -126,7 +130,11 @@ impl CriuSetup<'_> {
             ..extra.clone()
         };
         let ready = self.ready(op, &plan.plugins, nvidia, agent, &extra)?;
-        Ok(CriuEnvironment { bytes, ..ready })
+        Ok(CriuEnvironment {
+            bytes,
+            _parent: parent,
+            ..ready
+        })
     }
 
     /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the
@@ -190,6 +198,7 @@ impl CriuSetup<'_> {
             low_version: self.low_version.map(str::to_owned),
             limit: Duration::from_secs(extra.limit_s),
             bytes: 0,
+            _parent: None,
         })
     }
 

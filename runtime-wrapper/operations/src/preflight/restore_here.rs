@@ -71,6 +71,7 @@ impl Prospect<'_> {
             faults: &[],
             agent: agent.as_ref(),
             amd: amd.as_ref(),
+            nvidia: None,
             freed: self.plan.memory_bytes,
         })?;
         let mut refusals = answer.refusals();

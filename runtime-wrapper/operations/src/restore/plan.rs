@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use cryopod_amd::choose::GpuMatch;
 use cryopod_amd::image::Images;
+use cryopod_cuda::messages::image;
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::plan::PlanError;
+use cryopod_host::files::read_bounded;
 use cryopod_host::nodes::Vendor;
 
 use super::open::OpenedCheckpoint;
@@ -160,6 +162,7 @@ fn gpus(
         true => Images::collect(&request.images).map_err(|e| Error::Failed(e.to_string()))?,
         false => Images::default(),
     };
+    let nvidia = read_bounded(&request.images.join(image::FILE_NAME), image::MAX_BYTES).ok();
     let means = RestoreTools::gather(config, host, &request.tools, criu, metadata, Some(op));
     let mut answer = preflight::answer(&RestoreQuestion {
         host,
@@ -171,6 +174,7 @@ fn gpus(
         faults: &means.faults,
         agent: means.agent.as_ref().map(|a| &a.ready),
         amd: Some(&amd),
+        nvidia: nvidia.as_deref(),
         freed: 0,
     })?;
     let chosen = answer.settled()?;

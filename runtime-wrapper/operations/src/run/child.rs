@@ -141,6 +141,14 @@ impl Signals {
         })
     }
 
+    /// The same for a process of [`detached`], also if it has become another program since: its children have none blocked.
+    pub fn watch_detached() -> Result<Self, Error> {
+        Ok(Self {
+            before: SigSet::empty(),
+            ..Self::watch()?
+        })
+    }
+
     /// Whether an interrupt has come, to an earlier operation too: whoever asks gives up.
     pub fn interrupted(&self) -> bool {
         INTERRUPTS.iter().any(|signal| self.interrupted_by(*signal))

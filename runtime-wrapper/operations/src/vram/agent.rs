@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use cryopod_cuda::VERSION;
 use cryopod_cuda::messages::report::{AgentReady, AgentReport};
 use cryopod_host::limited::wait_until;
 
@@ -39,6 +40,8 @@ pub enum AgentError {
     },
     #[error("the NVIDIA driver cannot be used for a checkpoint: {error}; {remedy}")]
     Driver { error: String, remedy: String },
+    #[error("cryopod-cuda-agent is of {0}, this is version {VERSION}: install all of one version")]
+    Version(String),
     #[error(
         "the NVIDIA driver's library gave no answer within {0:?}; look at the kernel log for driver errors, or raise limits.agent_s"
     )]
@@ -118,7 +121,10 @@ impl RunningAgent {
         }
         let answer = rx.recv_timeout(limit).ok();
         let failed = match answer.as_deref().map(serde_json::from_str::<AgentReady>) {
-            Some(Ok(ready)) if ready.ready => return Ok(Self { child, ready }),
+            Some(Ok(ready)) if ready.ready => match of_another_version(&ready) {
+                None => return Ok(Self { child, ready }),
+                Some(other) => other,
+            },
             Some(Ok(ready)) => AgentError::Driver {
                 error: ready.error.unwrap_or_else(|| "no reason given".into()),
                 remedy: ready.remedy.unwrap_or_else(|| "see `cryopod check`".into()),
@@ -132,6 +138,14 @@ impl RunningAgent {
         let _ = child.kill();
         let _ = child.wait();
         Err(failed)
+    }
+}
+
+fn of_another_version(ready: &AgentReady) -> Option<AgentError> {
+    match ready.cryopod.as_deref() {
+        Some(VERSION) => None,
+        Some(other) => Some(AgentError::Version(format!("version {other}"))),
+        None => Some(AgentError::Version("an older version".into())),
     }
 }
 
@@ -167,5 +181,21 @@ impl Drop for RunningAgent {
 impl From<AgentError> for Error {
     fn from(error: AgentError) -> Self {
         Self::Failed(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_of_another_version_is_refused() {
+        let of = |text: &str| of_another_version(&serde_json::from_str(text).unwrap());
+        let same = format!(r#"{{"ready": true, "cryopod": "{VERSION}"}}"#);
+        assert!(of(&same).is_none());
+        for other in [r#"{"ready": true}"#, r#"{"ready": true, "cryopod": "9"}"#] {
+            let e = of(other).unwrap().to_string();
+            assert!(e.contains("install all of one version"), "{e}");
+        }
     }
 }

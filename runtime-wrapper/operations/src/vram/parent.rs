@@ -4,6 +4,7 @@
 //! beside the image directory. Without either it is the one that the engine names with `--parent-path`, or that one's
 //! own parent: a pre-dump has no GPU memory.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -12,9 +13,11 @@ use cryopod_archive::metadata::Metadata;
 use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::vram::VramParent;
 use cryopod_host::spec::Spec;
+use nix::fcntl::Flock;
 
 use crate::config::Config;
 use crate::error::Error;
+use crate::images::place::prune;
 use crate::request::argv::Invocation;
 
 /// The annotation that overrides `vram.parent`.
@@ -24,11 +27,18 @@ const LONGEST: usize = 64;
 /// The most directories beside the image directory that are searched.
 const MAX_SIBLINGS: usize = 100_000;
 
+/// The parent of a checkpoint. As long as this is there, no newer checkpoint of its name removes it.
+#[derive(Debug)]
+pub struct HeldParent {
+    pub parent: VramParent,
+    pub lock: Option<Flock<File>>,
+}
+
 /// Returns the parent of this checkpoint; `None`: this one is whole.
 ///
 /// # Errors
 /// [`Error::Failed`]: it exists and cannot be used. Nothing was touched.
-pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<VramParent>, Error> {
+pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<HeldParent>, Error> {
     let images = std::path::absolute(inv.image_path()).map_err(Error::io("the image directory"))?;
     let wish = spec.annotation(ANNOTATION);
     let wish = wish.or(config.vram.parent.as_deref()).map(str::trim);
@@ -69,6 +79,13 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
     {
         return Err(unusable("it is the directory that would be written".into()));
     }
+    let lock = match prune::hold(&directory) {
+        Ok(lock) => lock,
+        Err(why) => {
+            tracing::info!("{why}: this checkpoint is whole");
+            return Ok(None);
+        }
+    };
     let metadata = Metadata::open(&directory).map_err(|e| unusable(e.to_string()))?;
     let Some(facts) = metadata.and_then(|metadata| metadata.gpu.vram) else {
         tracing::info!(
@@ -85,10 +102,11 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
         tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
         return Ok(None);
     }
-    Ok(Some(VramParent {
+    let parent = VramParent {
         directory,
         digest: facts.digest,
-    }))
+    };
+    Ok(Some(HeldParent { parent, lock }))
 }
 
 /// Refuses a directory that an annotation may not name. Whoever made the container wrote the annotation: it may name a

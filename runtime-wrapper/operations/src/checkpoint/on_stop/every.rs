@@ -6,8 +6,9 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use cryopod_host::programs::SystemTools;
@@ -163,17 +164,31 @@ pub fn main(ctx: &Context) -> ExitCode {
     }
 }
 
+/// Returns the program that has taken the place of one whose file was removed.
+fn successor(own: &Path) -> Option<PathBuf> {
+    let path = own.to_str()?.strip_suffix(" (deleted)")?;
+    Path::new(path).is_file().then(|| path.into())
+}
+
 /// Checkpoints the container until it is gone.
 fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
-    let signals = Signals::watch()?;
+    let signals = Signals::watch_detached()?;
     let spec = Spec::of_bundle(&inv.bundle())?;
     let period = period(&spec).map_err(Error::Failed)?;
     let stopping = stopping(&spec).map_err(Error::Failed)?;
+    let began_in = std::env::current_dir().unwrap_or_else(|_| "/".into());
     // A process must not keep a bundle's file system mounted.
     std::env::set_current_dir("/").map_err(Error::io("/"))?;
     let Some(period) = period else { return Ok(()) };
     let maker = std::env::var(MAKER).ok().and_then(|id| id.parse().ok());
     let is_made = || maker != Some(std::os::unix::process::parent_id());
+    let successor = || {
+        let own = std::fs::read_link("/proc/self/exe").ok()?;
+        let mut command = Command::new(successor(&own).filter(|_| is_made())?);
+        command.arg0(NAME).args(&ctx.args);
+        command.env_remove(MAKER).current_dir(&began_in);
+        Some(command)
+    };
     let directory = state::directory(ctx, inv);
     // A restore that fails is followed by another, or by a container without a checkpoint.
     let mut is_stopped = false;
@@ -181,8 +196,10 @@ fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
         let made = is_made();
         if directory.exists() {
             match Attendance::begin(ctx, inv, &signals, &directory) {
-                Ok(attendance) => {
-                    attendance.attend(period, stopping, is_stopped);
+                Ok((attendance, was_told)) => {
+                    // A program that this one has succeeded had the lock.
+                    is_stopped |= was_told && maker.is_none();
+                    attendance.attend(period, stopping, is_stopped, &successor);
                     if is_made() {
                         return Ok(());
                     }
@@ -219,17 +236,18 @@ impl<'a> Attendance<'a> {
         inv: &'a Invocation,
         signals: &'a Signals,
         directory: &'a Path,
-    ) -> io::Result<Self> {
-        let (lock, _) = attended(directory)?;
+    ) -> io::Result<(Self, bool)> {
+        let (lock, was_told) = attended(directory)?;
         let inode = lock.metadata()?.ino();
-        Ok(Self {
+        let begun = Self {
             ctx,
             inv,
             signals,
             directory,
             lock: Some(lock),
             inode,
-        })
+        };
+        Ok((begun, was_told))
     }
 
     fn exists(&self) -> bool {
@@ -238,11 +256,19 @@ impl<'a> Attendance<'a> {
     }
 
     /// Checkpoints the container until it is gone, or has ended after an interrupt, for which it may take `stopping`.
-    /// `is_stopped`: it has had one already.
-    fn attend(mut self, period: Duration, stopping: Duration, is_stopped: bool) {
+    /// `is_stopped`: it has had one already. `successor`: what this program becomes after an upgrade, for the driver agent is
+    /// of the new version, too.
+    fn attend(
+        mut self,
+        period: Duration,
+        stopping: Duration,
+        is_stopped: bool,
+        successor: &dyn Fn() -> Option<Command>,
+    ) {
         if is_stopped && !self.outlives_its_stop(stopping) {
             return;
         }
+        let mut may_become = true;
         let mut wait = period;
         let mut due = Instant::now() + period;
         while self.exists() {
@@ -260,6 +286,13 @@ impl<'a> Attendance<'a> {
                 due = due.max(Instant::now() + PAUSED);
             }
             if Instant::now() < due || self.lock.is_none() {
+                continue;
+            }
+            if let Some(mut program) = successor().filter(|_| may_become) {
+                self.lock = None;
+                tracing::warn!("{}: {}", self.inv.id, program.exec());
+                let _ = std::env::set_current_dir("/");
+                may_become = false;
                 continue;
             }
             let started = Instant::now();
@@ -383,7 +416,6 @@ mod tests {
     #[test]
     fn a_pause_is_no_stop() {
         use std::os::unix::process::ExitStatusExt;
-        use std::process::Command;
         let dir = tempfile::tempdir().unwrap();
         for (tell, sent) in [
             (give_way as fn(&Path), libc::SIGINT),
@@ -400,6 +432,17 @@ mod tests {
             let is_told = std::fs::read(dir.path().join(LOCK)).unwrap().is_empty();
             assert_eq!(is_told, sent == libc::SIGTERM);
         }
+    }
+
+    #[test]
+    fn a_program_that_was_replaced_has_a_successor() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("cryopod-runtime");
+        let deleted = dir.path().join("cryopod-runtime (deleted)");
+        assert_eq!(successor(&deleted), None, "the package was removed");
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(successor(&deleted), Some(path.clone()));
+        assert_eq!(successor(&path), None);
     }
 
     #[test]

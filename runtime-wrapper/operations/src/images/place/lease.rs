@@ -17,6 +17,7 @@ use std::time::Duration;
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::run::operation;
 
@@ -29,13 +30,13 @@ const LIMIT: &str = "dev.cryopod.lease_s";
 /// What a container may set of its lease.
 pub const SETTINGS: [&str; 2] = [COPIES, LIMIT];
 const DEFAULT_LIMIT: u64 = 300;
+/// No version writes a longer one.
+const MAX_LIMIT: u64 = 604_800;
 const FILE: &str = "lease-";
 /// How a file beside the operations begins that notes the lease of a container of this host. The id follows.
 const NOTE: &str = "lease-";
 const MAX_BYTES: u64 = 4096;
 const MAX_NOTE: u64 = 16 << 10;
-/// A lease that its own host has not filled after this time is nobody's.
-const MAKING: Duration = Duration::from_secs(60);
 const TRIES: usize = 5;
 
 /// Who holds a lease.
@@ -201,32 +202,28 @@ impl Place {
     ) -> io::Result<Option<String>> {
         let path = self.lease(number);
         let age = self.age(&path)?;
-        let limit = limit.max(Duration::from_secs(holder.map_or(0, |h| h.limit_s)));
+        let Some(holder) = holder else {
+            return Ok(self.keeps_unknown(&path, age, limit));
+        };
+        let limit = limit.max(Duration::from_secs(holder.limit_s));
         let being_made = || match lock_file(&path) {
             Ok(lock) => lock.is_none(),
             // Not every server locks.
             Err(_) => age < limit,
         };
-        let mut exists = None;
-        let free = match holder {
-            Some(holder) => {
-                exists = holder.exists(me);
-                holder.given_back
-                    || holder.is(me)
-                    || match exists {
-                        // In this order: whoever makes it lets go when it is there.
-                        Some(_) => !being_made() && holder.exists(me) == Some(false),
-                        None => age >= limit,
-                    }
-            }
-            None => age >= limit.min(MAKING),
-        };
+        let exists = holder.exists(me);
+        let free = holder.given_back
+            || holder.is(me)
+            || match exists {
+                // In this order: whoever makes it lets go when it is there.
+                Some(_) => !being_made() && holder.exists(me) == Some(false),
+                None => age >= limit,
+            };
         let when = match exists {
             Some(_) => "when that container is deleted".to_owned(),
             None => format!("after {} s ({LIMIT})", limit.as_secs()),
         };
-        let by = holder.map_or("another host", |h| h.host.as_str());
-        let container = holder.map_or("?", |h| h.container.as_str());
+        let (container, by) = (&holder.container, &holder.host);
         Ok((!free).then(|| {
             format!(
                 "it runs as container {container} on {by}, or did so {} s ago; others may take it over {when}, or if you remove {}",
@@ -234,6 +231,23 @@ impl Place {
                 path.display()
             )
         }))
+    }
+
+    /// The same of a lease that cannot be read. It is whole from the first: another version has written it, or the disk is
+    /// bad.
+    fn keeps_unknown(&self, path: &Path, age: Duration, limit: Duration) -> Option<String> {
+        let text = read_bounded(path, MAX_BYTES).unwrap_or_default();
+        let text = serde_json::from_slice::<Value>(&text).unwrap_or_default();
+        let said = text.get("limit_s").and_then(Value::as_u64).unwrap_or(0);
+        let limit = limit.max(Duration::from_secs(said.min(MAX_LIMIT)));
+        (age < limit).then(|| {
+            format!(
+                "{} was written by another cryopod {} s ago, and this one cannot read it; others may take it over after {} s ({LIMIT}), or if you remove it",
+                path.display(),
+                age.as_secs(),
+                limit.as_secs()
+            )
+        })
     }
 
     /// Makes the lease of this number; `None`: another has made it, or a later one.
@@ -371,6 +385,22 @@ mod tests {
         place.give_back(&b).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         assert_eq!(place.taken_over(&a, false).unwrap(), None);
+    }
+
+    #[test]
+    fn a_lease_of_another_version_counts_as_long_as_any() {
+        let (_dir, place) = place();
+        let b = on("b", "2");
+        for (text, limit) in [(r#"{"holder": {}, "limit_s": 900}"#, 900), ("{", 300)] {
+            place.make().unwrap();
+            fs::write(place.lease(7), text).unwrap();
+            older(&place, Duration::from_secs(limit - 1));
+            let said = place.take(&b, LONG).unwrap_err();
+            assert!(said.contains("written by another cryopod"), "{said}");
+            older(&place, Duration::from_secs(limit + 1));
+            place.take(&b, LONG).unwrap();
+            fs::remove_file(place.lease(8)).unwrap();
+        }
     }
 
     #[test]

@@ -6,13 +6,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
-use cryopod_archive::metadata::{Metadata, MetadataError};
-use cryopod_host::files::if_there;
+use cryopod_archive::metadata::{MAX_METADATA_BYTES, Metadata, MetadataError};
+use cryopod_host::files::{if_there, open_regular, read_bounded_from};
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use serde::de::IgnoredAny;
 
-use super::{Place, lock_file, remove_all, setting};
+use super::{PARTIAL, Place, lock_file, remove_all, setting};
 
 /// How many checkpoints of a name stay, the new one with them; or `all`.
 pub const KEEP: &str = "dev.cryopod.checkpoint.keep";
@@ -37,7 +38,7 @@ pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
     }
 }
 
-/// Locks a checkpoint against its removal while it is restored.
+/// Locks a checkpoint against its removal while it is restored, or another one that builds upon it is written.
 ///
 /// # Errors
 /// It is being removed.
@@ -99,13 +100,16 @@ impl Place {
         Ok(())
     }
 
-    /// Returns the complete checkpoints of all names.
+    /// Returns the complete checkpoints of all names, and those that have no more than their name to get.
     fn all_in_place(&self) -> io::Result<Vec<PathBuf>> {
         let mut all = Vec::new();
         for name in fs::read_dir(self.directory.parent().unwrap_or(&self.directory))? {
             let directory = name?.path();
             if directory.is_dir() {
                 let named = Self { directory };
+                // In this order: one that gets its name meanwhile is found twice.
+                let partial = named.numbers(PARTIAL)?.into_iter();
+                all.extend(partial.map(|n| named.partial(n)));
                 all.extend(named.numbers("")?.into_iter().map(|n| named.complete(n)));
             }
         }
@@ -177,12 +181,20 @@ impl Needed {
 /// Reads what a checkpoint builds upon; `None` for a damaged one, which no version restores.
 fn metadata(path: &Path) -> io::Result<Option<Metadata>> {
     match Metadata::open(path) {
-        Err(e @ (MetadataError::Invalid { .. } | MetadataError::TooLarge { .. })) => {
+        // A later version may have written any other.
+        Err(e @ (MetadataError::Invalid { .. } | MetadataError::TooLarge { .. }))
+            if !is_json(&path.join(names::METADATA)) =>
+        {
             tracing::warn!("{e}");
             Ok(None)
         }
         read => read.map_err(io::Error::other),
     }
+}
+
+fn is_json(path: &Path) -> bool {
+    let text = open_regular(path).and_then(|file| read_bounded_from(file, MAX_METADATA_BYTES));
+    text.is_ok_and(|text| serde_json::from_slice::<IgnoredAny>(&text).is_ok())
 }
 
 #[cfg(test)]
@@ -254,6 +266,35 @@ mod tests {
         make(&place, 8, None);
         place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5, 8]);
+    }
+
+    #[test]
+    fn nothing_is_removed_beside_a_record_of_another_version() {
+        let (_dir, place) = place(&[(1, None), (2, None), (3, None)]);
+        let file = place.complete(3).join(names::METADATA);
+        let known = fs::read_to_string(&file).unwrap();
+        fs::write(
+            &file,
+            known.replace("\"1.0\"", "\"1.9\"").replace("[]", "7"),
+        )
+        .unwrap();
+        assert!(place.prune(1).is_err());
+        assert_eq!(place.numbers("").unwrap(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn what_is_being_written_keeps_its_parent() {
+        let (dir, place) = place(&[(1, None), (2, None), (3, None)]);
+        let directory = dir.path().canonicalize().unwrap().join("c2");
+        let other = Place { directory };
+        let partial = other.begin().unwrap();
+        place.prune(2).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [2, 3]);
+        make(&other, 9, Some(2));
+        let record = other.complete(9).join(names::METADATA);
+        fs::rename(record, partial.path().join(names::METADATA)).unwrap();
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [2, 3]);
     }
 
     #[test]
