@@ -409,3 +409,16 @@ fn only_archives_are_replaced() {
     pack(&source, &to, &replace).unwrap();
     verify(&Source::open(to.path()).unwrap(), &VerifyOptions::default()).unwrap();
 }
+
+#[test]
+fn images_of_a_gpu_without_metadata_are_not_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = checkpoint(dir.path());
+    let complete = || verify(&Source::open(&root).unwrap(), &VerifyOptions::default());
+    let metadata = root.join("checkpoint/cryopod.json");
+    let _ = fs::remove_file(&metadata);
+    complete().unwrap();
+    fs::write(root.join("checkpoint/cryopod-nvidia.img"), "{}").unwrap();
+    let said = complete().unwrap_err().to_string();
+    assert!(said.contains("cryopod.json"), "{said}");
+}

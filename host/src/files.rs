@@ -198,9 +198,42 @@ pub fn sync_directory(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
+/// Returns the bytes of a file, or of all files below a directory; follows no links there.
+pub fn bytes_below(path: &Path) -> u64 {
+    let Ok(items) = fs::read_dir(path) else {
+        let file = path.metadata().ok().filter(fs::Metadata::is_file);
+        return file.map_or(0, |m| m.len());
+    };
+    let sizes = items.flatten().map(|item| match item.metadata() {
+        Ok(m) if m.is_dir() => bytes_below(&item.path()),
+        Ok(m) => m.len(),
+        Err(_) => 0,
+    });
+    sizes.fold(0, u64::saturating_add)
+}
+
 /// Returns true for a directory, not a link, that belongs to this user and that nobody else can write to.
 pub fn own_directory(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| {
         m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_all_that_lies_deeper() {
+        let dir = tempfile::tempdir().unwrap();
+        let blobs = dir.path().join("blobs/sha256");
+        fs::create_dir_all(&blobs).unwrap();
+        for place in [dir.path(), &blobs] {
+            fs::write(place.join("data"), [0; 1000]).unwrap();
+        }
+        std::os::unix::fs::symlink("/usr", blobs.join("link")).unwrap();
+        assert_eq!(bytes_below(dir.path()), 2000 + "/usr".len() as u64);
+        assert_eq!(bytes_below(&blobs.join("data")), 1000);
+        assert_eq!(bytes_below(&dir.path().join("none")), 0);
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Seek};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -15,7 +15,6 @@ use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::oci::{Descriptor, Manifest};
 use cryopod_host::files::create_private;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
-use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
 use crate::text::causes;
@@ -159,7 +158,9 @@ async fn write(
     .await?;
     let found = tokio::task::spawn_blocking(move || {
         file.sync_all()?;
-        digest(&file)
+        let mut whole = &*file;
+        whole.rewind()?;
+        Digest::of_reader(whole)
     });
     let found = found
         .await
@@ -218,18 +219,6 @@ fn copy(piece: &BlobPiece, to: &File) -> io::Result<()> {
         done += n as u64;
     }
     Ok(())
-}
-
-fn digest(mut file: &File) -> io::Result<Digest> {
-    io::Seek::rewind(&mut file)?;
-    let mut hash = Sha256::new();
-    let mut buffer = vec![0; BUFFER];
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok(Digest::from_hash(hash)),
-            n => hash.update(&buffer[..n]),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use cryopod_archive::Error as ArchiveError;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
 use cryopod_archive::format::oci::{Descriptor, Index, Manifest, annotation, media};
-use cryopod_host::files::create_private;
+use cryopod_host::files::{create_private, sync_directory};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;
@@ -350,18 +350,8 @@ impl PullWork {
     /// Returns true if the blob exists and is intact. Reads it, because leftovers of an earlier run may have changed.
     fn has(&self, blob: &Descriptor) -> bool {
         let check = || -> io::Result<bool> {
-            let mut file = File::open(self.blob(&blob.digest))?;
-            if file.metadata()?.len() != blob.size {
-                return Ok(false);
-            }
-            let mut hash = Sha256::new();
-            let mut buffer = vec![0; 1 << 20];
-            loop {
-                match file.read(&mut buffer)? {
-                    0 => return Ok(Digest::from_hash(hash) == blob.digest),
-                    n => hash.update(&buffer[..n]),
-                }
-            }
+            let file = File::open(self.blob(&blob.digest))?;
+            Ok(file.metadata()?.len() == blob.size && Digest::of_reader(file)? == blob.digest)
         };
         check().unwrap_or(false)
     }
@@ -454,9 +444,7 @@ fn parent(path: &Path) -> &Path {
 }
 
 fn sync(dir: &Path) -> Result<(), Error> {
-    File::open(dir)
-        .and_then(|d| d.sync_all())
-        .map_err(|e| ArchiveError::from_io(dir, "sync it", e).into())
+    sync_directory(dir).map_err(|e| ArchiveError::from_io(dir, "sync it", e).into())
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! `start` in every form that a containerd sends and a stock shim answers, with a stand-in for both: no Debian suite
-//! has containerd 2.3 yet (`CRYOPOD_CONTAINERD`, docs/testbed.md, shows one to the tests of the real stack). The stand-in's `start` is a script that keeps its input and prints a prepared answer; a
-//! thread of the test answers calls on its socket.
+//! `start` as containerd 2.3 sends it and its stock shim answers, with a stand-in for both: no Debian suite has
+//! containerd 2.3 yet (`CRYOPOD_CONTAINERD`, docs/testbed.md, shows one to the tests of the real stack). The stand-in's
+//! `start` is a script that keeps its input and prints a prepared answer; a thread of the test answers calls on its socket.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs;
@@ -80,13 +80,6 @@ fn program(path: &Path, text: &str) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// What the stock shim got, and what containerd got, with the stock shim's address in `answer` as `ADDRESS`.
-struct Said {
-    to_stock: Vec<u8>,
-    to_containerd: Vec<u8>,
-    stock: Address,
-}
-
 /// Starting a program while another thread writes one gives ETXTBSY.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -119,25 +112,6 @@ fn begin(
         .spawn()
         .unwrap();
     (child, stock_shim, stock)
-}
-
-fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said {
-    let _one = ONE_AT_A_TIME.lock();
-    let dir = tempfile::tempdir().unwrap();
-    let (mut child, stock_shim, stock) = begin(dir.path(), answer, in_place);
-    child.stdin.take().unwrap().write_all(input).unwrap();
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let said = Said {
-        to_stock: fs::read(dir.path().join("input")).unwrap(),
-        to_containerd: output.stdout,
-        stock,
-    };
-    let told = Bootstrap::read(&said.to_containerd).unwrap();
-    let address = Address(told.address.clone());
-    assert_eq!(address, Address::for_upstream(&said.stock));
-    stock_shim.end(&address);
-    said
 }
 
 fn any(kind: &str, value: Vec<u8>) -> Any {
@@ -200,60 +174,54 @@ fn without(message: &[u8], number: u32) -> UnknownFields {
 }
 
 #[test]
-fn containerd_2_3_and_newer() {
+fn options_of_every_containerd() {
     let other = any("containerd.io/cri.v1.PodSandboxConfig", vec![8, 1]);
-    for in_place in [false, true] {
-        for given in [runc_options("pods"), generic_options()] {
-            let sent = params(ID, NAMESPACE, &[other.clone(), given.clone()]);
-            let said = start(&sent, result, in_place);
-            // The stock shim gets the options in the form that it takes, and all else as it came.
-            let got = StartRequest::read(&said.to_stock, ID, NAMESPACE);
-            let options = got.options().unwrap();
-            assert!(options.type_url.ends_with("containerd.runc.v1.Options"));
-            assert_eq!(
-                options::decode(Some(&options)).unwrap(),
-                options::decode(Some(&given)).unwrap()
-            );
-            let expected = params(ID, NAMESPACE, &[other.clone(), options]);
-            assert_eq!(fields(&said.to_stock), fields(&expected));
-            // containerd gets our address, and all else as it came.
-            let theirs = result(&said.stock.0);
-            assert_ne!(fields(&said.to_containerd), fields(&theirs));
-            assert_eq!(without(&said.to_containerd, 2), without(&theirs, 2));
-        }
-        let said = start(&params(ID, NAMESPACE, &[]), result, in_place);
+    for given in [Any::new(), runc_options("pods"), generic_options()] {
+        let decoded = options::decode(Some(&given)).unwrap();
+        let wanted = options::encode(&decoded).unwrap();
+        let input = given.write_to_bytes().unwrap();
+        let before_2_3 = StartRequest::read(&input, ID, NAMESPACE);
+        assert_eq!(before_2_3.options(), Some(given.clone()));
         assert_eq!(
-            without(&said.to_stock, 8),
-            without(&params(ID, NAMESPACE, &[]), 8)
+            before_2_3.with_options(&wanted),
+            wanted.write_to_bytes().unwrap()
         );
+        // The options in the form that the stock shim takes, and all else as it came.
+        let sent = params(ID, NAMESPACE, &[other.clone(), given.clone()]);
+        let newer = StartRequest::read(&sent, ID, NAMESPACE);
+        assert_eq!(
+            newer.options(),
+            options::is_options(&given).then_some(given)
+        );
+        let passed = newer.with_options(&wanted);
+        if newer.options().is_some() {
+            let expected = params(ID, NAMESPACE, &[other.clone(), wanted]);
+            assert_eq!(fields(&passed), fields(&expected));
+        }
+        assert_eq!(without(&passed, 8), without(&sent, 8));
     }
 }
 
 #[test]
-fn before_2_3() {
-    let json = |address: &str| {
-        let text = format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc","x":1}}"#);
-        text.into_bytes()
-    };
-    let bare = |address: &str| address.as_bytes().to_vec();
+fn containerd_2_3_and_newer() {
+    let _one = ONE_AT_A_TIME.lock();
     for in_place in [false, true] {
-        for given in [Any::new(), runc_options("pods"), generic_options()] {
-            let input = given.write_to_bytes().unwrap();
-            let decoded = options::decode(Some(&given)).unwrap();
-            let wanted = options::encode(&decoded).unwrap().write_to_bytes().unwrap();
-
-            let said = start(&input, bare, in_place);
-            assert_eq!(said.to_stock, wanted);
-            let address = Address::for_upstream(&said.stock).0;
-            assert_eq!(said.to_containerd, address.as_bytes());
-
-            let said = start(&input, json, in_place);
-            assert_eq!(said.to_stock, wanted);
-            let address = Address::for_upstream(&said.stock).0;
-            let object: serde_json::Value = serde_json::from_slice(&said.to_containerd).unwrap();
-            let expected: serde_json::Value = serde_json::from_slice(&json(&address)).unwrap();
-            assert_eq!(object, expected);
-        }
+        let dir = tempfile::tempdir().unwrap();
+        let (mut child, stock_shim, stock) = begin(dir.path(), result, in_place);
+        let sent = params(ID, NAMESPACE, &[generic_options()]);
+        child.stdin.take().unwrap().write_all(&sent).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let input = fs::read(dir.path().join("input")).unwrap();
+        let got = StartRequest::read(&input, ID, NAMESPACE).options().unwrap();
+        assert_eq!(options::decode(Some(&got)).unwrap().binary_name, "crun");
+        assert!(got.type_url.ends_with("containerd.runc.v1.Options"));
+        // containerd gets our address, and all else as it came.
+        let told = Bootstrap::read(&output.stdout).unwrap();
+        let address = Address(told.address);
+        assert_eq!(address, Address::for_upstream(&stock));
+        assert_eq!(without(&output.stdout, 2), without(&result(&stock.0), 2));
+        stock_shim.end(&address);
     }
 }
 

@@ -433,29 +433,14 @@ mod tests {
 
     #[test]
     fn names() {
-        for name in [
-            "inventory.img",
-            "core-1.img",
-            "pagemap-shmem-123.img",
-            "tmpfs-dev-60.tar.gz.img",
-            "ghost-file-1f.img",
-            "ipcns-shm-11.img",
-            "netns-ct-10.img",
-        ] {
+        let names = "inventory.img core-1.img pagemap-shmem-123.img tmpfs-dev-60.tar.gz.img ghost-file-1f.img \
+            ipcns-shm-11.img netns-ct-10.img";
+        for name in names.split(' ') {
             assert!(content_of(name).is_some(), "{name}");
         }
-        for name in [
-            "reg-files.img",
-            "core-.img",
-            "core-x.img",
-            "creds-1.img",
-            "stats-dump",
-            "core-1",
-            "tmpfs-dev-.tar.gz.img",
-            "../core-1.img",
-            "core-1.img.img",
-            "tmpfs-1f.tar.gz.img",
-        ] {
+        let names = "reg-files.img core-.img core-x.img creds-1.img stats-dump core-1 tmpfs-dev-.tar.gz.img ../core-1.img \
+            core-1.img.img tmpfs-1f.tar.gz.img";
+        for name in names.split(' ') {
             assert_eq!(content_of(name), None, "{name}");
         }
         assert!(matches!(
@@ -466,41 +451,11 @@ mod tests {
 
     #[test]
     fn every_type_is_in_the_schema() {
-        for name in [
-            "inventory",
-            "pstree",
-            "files",
-            "seccomp",
-            "cgroup",
-            "tty-info",
-            "tty-data",
-            "filelocks",
-            "remap-fpath",
-            "memfd",
-            "cpuinfo",
-            "pipes-data",
-            "fifo-data",
-            "sk-queues",
-            "ghost-file-1",
-            "tcp-stream-1",
-            "core-1",
-            "ids-1",
-            "mm-1",
-            "fs-1",
-            "fdinfo-1",
-            "pagemap-1",
-            "utsns-1",
-            "timens-1",
-            "pidns-1",
-            "userns-1",
-            "netns-1",
-            "netdev-1",
-            "mountpoints-1",
-            "ipcns-var-1",
-            "ipcns-shm-1",
-            "ipcns-sem-1",
-            "ipcns-msg-1",
-        ] {
+        let names = "inventory pstree files seccomp cgroup tty-info tty-data filelocks remap-fpath memfd cpuinfo \
+            pipes-data fifo-data sk-queues ghost-file-1 tcp-stream-1 core-1 ids-1 mm-1 fs-1 fdinfo-1 pagemap-1 \
+            utsns-1 timens-1 pidns-1 userns-1 netns-1 netdev-1 mountpoints-1 ipcns-var-1 ipcns-shm-1 ipcns-sem-1 \
+            ipcns-msg-1";
+        for name in names.split(' ') {
             let types = match content_of(&format!("{name}.img")).unwrap().0 {
                 ImageContent::Messages(a) | ImageContent::WithData(a) => vec![a],
                 ImageContent::HeadAndMessages(a, b) => vec![a, b],

@@ -1,6 +1,7 @@
 //! Parses and computes SHA-256 digests of blobs.
 
 use std::fmt;
+use std::io::{self, BufReader, Read};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -20,6 +21,13 @@ impl Digest {
 
     pub fn of(data: &[u8]) -> Self {
         Self::from_hash(Sha256::new_with_prefix(data))
+    }
+
+    /// Reads all data, and returns its digest.
+    pub fn of_reader(data: impl Read) -> io::Result<Self> {
+        let mut hash = Sha256::new();
+        io::copy(&mut BufReader::with_capacity(1 << 20, data), &mut hash)?;
+        Ok(Self::from_hash(hash))
     }
 
     pub fn from_hash(hash: Sha256) -> Self {

@@ -200,66 +200,50 @@ fn references_of_strangers() {
     let parse = |text: &str| Reference::parse(text.as_bytes(), Path::new("r.json"));
     parse(&text(id, &file("pages-1.img"))).unwrap();
     parse(&text(id, r#"{"name":"vram-0000.img","bytes":1}"#)).unwrap();
-    for (bad, needle) in [
-        (
-            text("../../../../../../../../etc/pass", &file("pages-1.img")),
-            "`id`",
-        ),
-        (text("/etc", &file("pages-1.img")), "`id`"),
-        (text("", &file("pages-1.img")), "`id`"),
-        (text(&id.to_uppercase(), &file("pages-1.img")), "`id`"),
-        (text(id, &file("../pages-1.img")), "no large file"),
-        (text(id, &file("pages-1.img/../../x")), "no large file"),
-        (text(id, &file("/etc/shadow")), "no large file"),
-        (text(id, &file("pages-.img")), "no large file"),
-        (text(id, &file("pages-12345678901.img")), "no large file"),
-        (text(id, &file("inventory.img")), "no large file"),
-        (
-            text(id, &[file("pages-1.img"), file("pages-1.img")].join(",")),
-            "twice",
-        ),
-        (text(id, r#"{"name":"pages-1.img","bytes":1}"#), "no BLAKE3"),
-        (
-            text(id, r#"{"name":"pages-1.img","bytes":1,"blake3":"ab"}"#),
-            "no BLAKE3",
-        ),
-        (
-            text(id, r#"{"name":"vram-1.img","bytes":1,"blake3":"ab"}"#),
-            "no BLAKE3",
-        ),
-        (
-            text(id, r#"{"name":"vram-1.img","bytes":-1}"#),
-            "invalid value",
-        ),
-        (
-            text(
-                id,
-                r#"{"name":"vram-1.img","bytes":18446744073709551615},{"name":"vram-2.img","bytes":1}"#,
-            ),
-            "beyond all bounds",
-        ),
-        (text(id, ""), "0 files"),
-        (
-            text(id, &file("pages-1.img")).replace("\"id\"", "\"store\":\"a\\u001b\",\"id\""),
-            "no plain text",
-        ),
-        (
-            text(id, "").replace("\"version\":1", "\"version\":2"),
-            "update it",
-        ),
-        (
-            text(id, "").replace("\"version\":1", "\"version\":0"),
-            "no `version`",
-        ),
-        ("[]".into(), "no `version`"),
-        ("{".into(), "not a reference"),
-    ] {
-        let error = parse(&bad).unwrap_err().to_string();
+    let refused = |needle: &str, bad: &str| {
+        let error = parse(bad).unwrap_err().to_string();
         assert!(
             error.starts_with("r.json: ") && error.contains(needle),
             "{bad}: {error}"
         );
+    };
+    let page = file("pages-1.img");
+    let upper = id.to_uppercase();
+    for id in ["../../../../../../../../etc/pass", "/etc", "", &upper] {
+        refused("`id`", &text(id, &page));
     }
+    let names = "../pages-1.img pages-1.img/../../x /etc/shadow pages-.img pages-12345678901.img inventory.img";
+    for name in names.split(' ') {
+        refused("no large file", &text(id, &file(name)));
+    }
+    for (needle, files) in [
+        ("twice", &*format!("{page},{page}")),
+        ("no BLAKE3", r#"{"name":"pages-1.img","bytes":1}"#),
+        (
+            "no BLAKE3",
+            r#"{"name":"pages-1.img","bytes":1,"blake3":"ab"}"#,
+        ),
+        (
+            "no BLAKE3",
+            r#"{"name":"vram-1.img","bytes":1,"blake3":"ab"}"#,
+        ),
+        ("invalid value", r#"{"name":"vram-1.img","bytes":-1}"#),
+        (
+            "beyond all bounds",
+            r#"{"name":"vram-1.img","bytes":18446744073709551615},{"name":"vram-2.img","bytes":1}"#,
+        ),
+        ("0 files", ""),
+    ] {
+        refused(needle, &text(id, files));
+    }
+    let named = text(id, &page).replace("\"id\"", "\"store\":\"a\\u001b\",\"id\"");
+    refused("no plain text", &named);
+    for (version, needle) in [("2", "update it"), ("0", "no `version`")] {
+        let other = format!("\"version\":{version}");
+        refused(needle, &text(id, "").replace("\"version\":1", &other));
+    }
+    refused("no `version`", "[]");
+    refused("not a reference", "{");
     // A reference that is a link is refused.
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("real"), text(id, &file("pages-1.img"))).unwrap();

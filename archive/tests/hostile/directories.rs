@@ -52,27 +52,13 @@ fn directories_with_traps() {
             then(p);
         }
     };
-    count.refused(
-        "a symbolic link to /etc/passwd",
-        directory(&|p| p.link("evil", "/etc/passwd")),
-    );
-    count.refused(
-        "a symbolic link to /etc",
-        directory(&|p| p.link("checkpoint/parent", "/etc")),
-    );
-    count.refused(
-        "a fifo",
-        directory(&|p| {
-            nix::unistd::mkfifo(&p.join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        }),
-    );
-    count.refused(
-        "a socket",
-        directory(&|p| {
-            drop(std::os::unix::net::UnixListener::bind(p.join("s")).unwrap());
-        }),
-    );
-    count.refused("control characters", directory(&|p| p.put("a\nb", "")));
+    refused! { count:
+        "a symbolic link to /etc/passwd" => directory(&|p| p.link("evil", "/etc/passwd"));
+        "a symbolic link to /etc" => directory(&|p| p.link("checkpoint/parent", "/etc"));
+        "a fifo" => directory(&|p| { nix::unistd::mkfifo(&p.join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap(); });
+        "a socket" => directory(&|p| { drop(std::os::unix::net::UnixListener::bind(p.join("s")).unwrap()); });
+        "control characters" => directory(&|p| p.put("a\nb", ""));
+    }
     assert_eq!(count.0, 5);
 }
 

@@ -1,6 +1,11 @@
 //! Archives from strangers: each is refused with its own error, and nothing is written anywhere.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+/// `EXPECT => MAKE;` for each archive that everything refuses: [`Count::refused`].
+macro_rules! refused {
+    ($count:ident: $($expect:literal => $make:expr;)*) => { $($count.refused($expect, $make);)* };
+}
+
 #[path = "../common/mod.rs"]
 mod common;
 mod containerd;

@@ -13,13 +13,12 @@ fn cut_off_everywhere() {
     let good = Tar::good();
     let header = good.len();
     let tar = good.file("checkpoint/pages-1.img", &noise(1, 5000));
-    count.refused(
-        "in the middle of a tar header",
-        cut(tar.clone(), header + 100),
-    );
-    count.refused("bytes too early", cut(tar.clone(), header + 512 + 3000));
-    count.refused("bytes too early", cut(tar.clone(), tar.len() - 10));
-    count.refused("no end mark", cut(tar.clone(), tar.len()));
+    refused! { count:
+        "in the middle of a tar header" => cut(tar.clone(), header + 100);
+        "bytes too early" => cut(tar.clone(), header + 512 + 3000);
+        "bytes too early" => cut(tar.clone(), tar.len() - 10);
+        "no end mark" => cut(tar.clone(), tar.len());
+    }
     let pax = Tar::good().pax(&[("path", "checkpoint/x")]);
     count.refused(
         "in the middle of a tar header",
@@ -55,30 +54,19 @@ fn cut_off_everywhere() {
     let mut lying = zstd(&whole);
     assert_eq!(lying[4] >> 6, 1, "the size field has two bytes");
     lying[6] = lying[6].wrapping_add(1);
-    count.refused("zstd data cannot be decompressed", write(lying));
-    count.refused("it is empty", write(Vec::new()));
-    count.refused("neither a tar nor zstd nor gzip", write(vec![b'x'; 5000]));
-    count.refused(
-        "a tar without checkpoint/",
-        write(Tar::default().file("etc/passwd", b"x").end()),
-    );
-    count.refused(
-        "no config.dump",
-        write(
-            Tar::default()
-                .file("checkpoint/inventory.img", INVENTORY)
-                .end(),
-        ),
-    );
-    count.refused(
-        "config.dump: not valid JSON",
-        write({
+    refused! { count:
+        "zstd data cannot be decompressed" => write(lying);
+        "it is empty" => write(Vec::new());
+        "neither a tar nor zstd nor gzip" => write(vec![b'x'; 5000]);
+        "a tar without checkpoint/" => write(Tar::default().file("etc/passwd", b"x").end());
+        "no config.dump" => write(Tar::default().file("checkpoint/inventory.img", INVENTORY).end());
+        "config.dump: not valid JSON" => write({
             Tar::default()
                 .file("config.dump", b"{")
                 .file("checkpoint/inventory.img", INVENTORY)
                 .end()
-        }),
-    );
+        });
+    }
     assert_eq!((count.0, count.1), (20, 20));
 }
 

@@ -29,20 +29,19 @@ fn names_and_links_that_lead_out() {
         let long = Tar::good().raw(b"././@LongLink", b'L', b"", format!("{path}\0").as_bytes());
         count.refused(expect, write(long.file("x", b"evil").end()));
     }
-    count.refused("control characters", file("a\nb"));
-    count.refused("control characters", file("a\u{1b}[31m"));
-    count.refused("not UTF-8", raw(b"a\xffb", b'0'));
-    count.refused("without a name", raw(b"", b'0'));
-    count.refused("bytes, at most 1024", pax(&"a/".repeat(3000)));
-    count.refused("bytes, at most 255", pax(&"a".repeat(300)));
-    count.refused("directories inside each other", file(&"a/".repeat(40)));
-    count.refused("config.dump: appears twice", file("config.dump"));
-    count.refused("appears twice", file("./checkpoint/./inventory.img"));
-    count.refused("appears twice", raw(b"config.dump", b'5'));
-    count.refused(
-        "lies below config.dump, which is not a directory",
-        file("config.dump/evil"),
-    );
+    refused! { count:
+        "control characters" => file("a\nb");
+        "control characters" => file("a\u{1b}[31m");
+        "not UTF-8" => raw(b"a\xffb", b'0');
+        "without a name" => raw(b"", b'0');
+        "bytes, at most 1024" => pax(&"a/".repeat(3000));
+        "bytes, at most 255" => pax(&"a".repeat(300));
+        "directories inside each other" => file(&"a/".repeat(40));
+        "config.dump: appears twice" => file("config.dump");
+        "appears twice" => file("./checkpoint/./inventory.img");
+        "appears twice" => raw(b"config.dump", b'5');
+        "lies below config.dump, which is not a directory" => file("config.dump/evil");
+    }
 
     let link =
         |name: &str, target: &str| Tar::good().raw(name.as_bytes(), b'2', target.as_bytes(), b"");
@@ -80,11 +79,13 @@ fn names_and_links_that_lead_out() {
 fn entries_that_no_checkpoint_has() {
     let mut count = Count::default();
     let kind = |kind: u8| write(Tar::good().raw(b"odd", kind, b"", b"").end());
-    count.refused("odd: a device node", kind(b'3'));
-    count.refused("odd: a device node", kind(b'4'));
-    count.refused("odd: a fifo", kind(b'6'));
-    count.refused("odd: a sparse file", kind(b'S'));
-    count.refused("odd: a tar entry of unknown type 0x5a", kind(b'Z'));
+    refused! { count:
+        "odd: a device node" => kind(b'3');
+        "odd: a device node" => kind(b'4');
+        "odd: a fifo" => kind(b'6');
+        "odd: a sparse file" => kind(b'S');
+        "odd: a tar entry of unknown type 0x5a" => kind(b'Z');
+    }
     let sparse = [
         ("GNU.sparse.major", "1"),
         ("GNU.sparse.realsize", "1000000000000000"),
@@ -111,34 +112,15 @@ fn headers_that_lie() {
             }
         })
     };
-    count.refused(
-        "wrong checksum",
-        write(changed(&|h| h.as_old_mut().name[0] = b'X', false).end()),
-    );
-    count.refused(
-        "unreadable size",
-        write(changed(&|h| h.as_old_mut().size = *b"zzzzzzzzzzz\0", true).end()),
-    );
-    count.refused(
-        "unreadable mode",
-        write(changed(&|h| h.as_old_mut().mode = *b"zzzzzzz\0", true).end()),
-    );
-    count.refused(
-        "unreadable size",
-        write(changed(&|h| h.set_size(u64::MAX), true).end()),
-    );
-    count.refused(
-        "bytes too early",
-        write(changed(&|h| h.set_size(u64::MAX - 511), true).end()),
-    );
-    count.refused(
-        "bytes too early",
-        write(changed(&|h| h.set_size(1 << 45), true).end()),
-    );
-    count.refused(
-        "bytes too early",
-        write(changed(&|h| h.set_size(1 << 63), true).end()),
-    );
+    refused! { count:
+        "wrong checksum" => write(changed(&|h| h.as_old_mut().name[0] = b'X', false).end());
+        "unreadable size" => write(changed(&|h| h.as_old_mut().size = *b"zzzzzzzzzzz\0", true).end());
+        "unreadable mode" => write(changed(&|h| h.as_old_mut().mode = *b"zzzzzzz\0", true).end());
+        "unreadable size" => write(changed(&|h| h.set_size(u64::MAX), true).end());
+        "bytes too early" => write(changed(&|h| h.set_size(u64::MAX - 511), true).end());
+        "bytes too early" => write(changed(&|h| h.set_size(1 << 45), true).end());
+        "bytes too early" => write(changed(&|h| h.set_size(1 << 63), true).end());
+    }
     let pax = Tar::good()
         .pax(&[("size", "9999999999999")])
         .file("odd", b"x");

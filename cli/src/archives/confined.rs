@@ -8,6 +8,7 @@ use cryopod_archive::format::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
 use cryopod_archive::vram::parent::WantedParent;
+use cryopod_host::files::bytes_below;
 use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
 use cryopod_operations::config::{Config, TimeLimits};
 
@@ -126,34 +127,4 @@ impl ConfinedRun {
 fn limit(limits: &TimeLimits, bytes: u64) -> Duration {
     // Zstd packs zeros to a thousandth.
     limits.restore(bytes.saturating_mul(16))
-}
-
-/// The bytes of a file, or of all files below a directory; follows no links.
-fn bytes_below(path: &Path) -> u64 {
-    let Ok(about) = path.symlink_metadata() else {
-        return 0;
-    };
-    if !about.is_dir() {
-        return about.len();
-    }
-    let inner = std::fs::read_dir(path).into_iter().flatten().flatten();
-    let sizes = inner.map(|item| bytes_below(&item.path()));
-    sizes.fold(0, u64::saturating_add)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_that_lies_deeper_counts_for_the_time_limit() {
-        let dir = tempfile::tempdir().unwrap();
-        let blobs = dir.path().join("blobs/sha256");
-        std::fs::create_dir_all(&blobs).unwrap();
-        for place in [dir.path(), &blobs] {
-            std::fs::write(place.join("data"), [0; 1000]).unwrap();
-        }
-        std::os::unix::fs::symlink("/usr", blobs.join("link")).unwrap();
-        assert_eq!(bytes_below(dir.path()), 2000 + "/usr".len() as u64);
-    }
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, bail};
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
-use cryopod_host::files::own_directory;
+use cryopod_host::files::{bytes_below, own_directory};
 use cryopod_operations::config::cache::CacheOptions;
 use cryopod_registry::Error as RegistryError;
 use nix::fcntl::{Flock, FlockArg};
@@ -152,7 +152,7 @@ impl Cache {
                 let _ = fs::remove_dir_all(&work);
             }
         })?;
-        let bytes = bytes(&made);
+        let bytes = bytes_below(&made);
         if let Err(e) = self.make_room(bytes, source) {
             let _ = fs::remove_dir_all(&work);
             return Err(e);
@@ -266,18 +266,6 @@ fn lock(path: &Path, how: FlockArg) -> Option<Flock<File>> {
 fn read(entry: &Path) -> Option<CacheRecord> {
     let text = fs::read(entry.join(RECORD)).ok()?;
     serde_json::from_slice(&text).ok()
-}
-
-/// Bytes of all files below a directory.
-fn bytes(directory: &Path) -> u64 {
-    let items = fs::read_dir(directory).into_iter().flatten().flatten();
-    items
-        .map(|item| match item.metadata() {
-            Ok(m) if m.is_dir() => bytes(&item.path()),
-            Ok(m) => m.len(),
-            Err(_) => 0,
-        })
-        .fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

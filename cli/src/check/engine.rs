@@ -59,20 +59,11 @@ pub struct EngineQuestion<'a> {
 
 /// Returns everything that the engine would miss.
 pub fn missing(question: &EngineQuestion<'_>) -> Vec<Refusal> {
-    let engine = question.engine.or(match question.records.facts.engine {
-        Some("podman") => Some(Engine::Podman),
-        Some("docker") => Some(Engine::Docker),
-        Some("containerd" | "containerd-ctr") => Some(Engine::Containerd),
-        _ => None,
-    });
-    let Some(engine) = engine else {
+    let made_by = question.records.facts.engine.and_then(Engine::named);
+    let Some(engine) = question.engine.or(made_by) else {
         return Vec::new();
     };
-    let name = match engine {
-        Engine::Podman => "podman",
-        Engine::Docker => "docker",
-        Engine::Containerd => "ctr",
-    };
+    let name = engine.program();
     let Some(program) = question.tools.find(name) else {
         return vec![Refusal::new(
             format!("{name}, which is to restore it, is not on PATH"),

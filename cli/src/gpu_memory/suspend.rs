@@ -141,7 +141,9 @@ impl RunningContainer {
                 drop(client);
                 let SuspendWork { agent, op } = work;
                 let left = pause::roll_back(config, host, &op, Some(agent), &self.pids, &error);
-                let record = SuspendedRecord::of(host, self.container.init).ok().flatten();
+                let record = SuspendedRecord::of(host, self.container.init)
+                    .ok()
+                    .flatten();
                 if let Some(left) = left {
                     // The record names the files.
                     record.and(to).inspect(|directory| directory.keep());

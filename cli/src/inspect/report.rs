@@ -13,9 +13,10 @@ use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::vram::VramFacts;
 use cryopod_archive::{container::engine, criu, format::names};
+use cryopod_cuda::gpus::gpu::GpuUuid;
+use cryopod_cuda::messages::image::NvidiaImage;
 use cryopod_host::nodes::Vendor;
-use serde::Serialize;
-use serde_json::Value;
+use serde::{Deserialize, Serialize};
 
 /// containerd's record of a container, as [`Source`] names it.
 const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
@@ -302,95 +303,67 @@ fn metadata_facts(metadata: Metadata) -> MetadataFacts {
 }
 
 fn gpu_facts(metadata: &Metadata) -> GpuReport {
-    let report = &metadata.gpu.plugin_report;
-    let told = report.get("processes").and_then(Value::as_array);
-    let told: Vec<&Value> = told.into_iter().flatten().collect();
+    let report = NvidiaImage::deserialize(&metadata.gpu.plugin_report).ok();
+    let records = report.as_ref().map_or(&[][..], |r| &r.processes);
     let processes: Vec<GpuProcessReport> = metadata
         .gpu
         .processes
         .iter()
         .map(|process| {
-            let pid = u32::try_from(process.ns_pid).unwrap_or(0);
-            let own = told.iter().find(|p| inner_pid(p) == Some(u64::from(pid)));
-            let gpus = own.map(|p| strings(p, "gpus"));
+            let own = records
+                .iter()
+                .find(|r| r.ns_pids.last() == Some(&process.ns_pid));
+            let gpus = own.map(|r| r.gpus.iter().map(GpuUuid::to_string).collect());
             GpuProcessReport {
-                pid,
+                pid: u32::try_from(process.ns_pid).unwrap_or(0),
                 comm: process.comm.clone(),
                 vram_bytes: own
-                    .and_then(|p| p.get("vram_bytes")?.as_u64())
+                    .and_then(|r| r.vram_bytes)
                     .or_else(|| of_buffers(process)),
-                vram_file_bytes: own.map_or(0, |p| in_files(p)),
-                gpus: gpus.filter(|g| !g.is_empty()).unwrap_or_else(|| {
-                    let used = process.gpu_memory.iter();
-                    used.map(|part| part.gpu.clone()).collect()
-                }),
-                steps: own.map(|p| steps(p)).unwrap_or_default(),
+                vram_file_bytes: own.map_or(0, |r| sum(r.vram.iter().map(|b| b.bytes))),
+                gpus: gpus
+                    .filter(|g: &Vec<String>| !g.is_empty())
+                    .unwrap_or_else(|| {
+                        let used = process.gpu_memory.iter();
+                        used.map(|part| part.gpu.clone()).collect()
+                    }),
+                steps: own
+                    .into_iter()
+                    .flat_map(|r| &r.steps)
+                    .map(|s| (s.step.to_string(), s.micros))
+                    .collect(),
             }
         })
         .collect();
+    let copied = |preload| {
+        let buffers = records.iter().flat_map(|r| &r.vram);
+        sum(buffers.filter(|b| b.preload == preload).map(|b| b.bytes))
+    };
     GpuReport {
         drivers: metadata.gpu.drivers.clone(),
-        cuda_version: report.get("cuda_version").and_then(Value::as_u64),
+        cuda_version: report
+            .as_ref()
+            .and_then(|r| u64::try_from(r.cuda_version).ok()),
         gpus: metadata.gpu.gpus.clone(),
         nodes: metadata.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
         moved: metadata.gpu.moved.clone(),
         vram: metadata.gpu.vram.clone(),
-        copied: copied(&told),
-        vram_bytes: processes
-            .iter()
-            .filter_map(|p| p.vram_bytes)
-            .fold(0, u64::saturating_add),
+        copied: Copied {
+            preload: copied(true),
+            driver: copied(false),
+        },
+        vram_bytes: sum(processes.iter().filter_map(|p| p.vram_bytes)),
         processes,
     }
 }
 
-fn copied(processes: &[&Value]) -> Copied {
-    let lists = processes.iter().filter_map(|p| p.get("vram")?.as_array());
-    lists.flatten().fold(Copied::default(), |mut sum, buffer| {
-        let bytes = buffer.get("bytes").and_then(Value::as_u64).unwrap_or(0);
-        let preload = buffer.get("preload").and_then(Value::as_bool) == Some(true);
-        let part = match preload {
-            true => &mut sum.preload,
-            false => &mut sum.driver,
-        };
-        *part = part.saturating_add(bytes);
-        sum
-    })
+/// An archive may come from anyone: its numbers may overflow.
+fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
+    bytes.fold(0, u64::saturating_add)
 }
 
 /// What an AMD process's buffers hold, which is what CRIU's plugin has saved.
 fn of_buffers(process: &cryopod_archive::metadata::GpuProcess) -> Option<u64> {
     let used = process.vendors.contains(&Vendor::Amd) && !process.gpu_memory.is_empty();
-    used.then(|| process.gpu_memory.iter().map(|u| u.bytes).sum())
-}
-
-/// The pid in the innermost namespace.
-fn inner_pid(process: &Value) -> Option<u64> {
-    process.get("ns_pids")?.as_array()?.last()?.as_u64()
-}
-
-/// Bytes of a process's buffers in the VRAM files.
-fn in_files(process: &Value) -> u64 {
-    let buffers = process.get("vram").and_then(Value::as_array);
-    let bytes = |v: &Value| v.get("bytes").and_then(Value::as_u64);
-    let buffers = buffers.into_iter().flatten().filter_map(bytes);
-    buffers.fold(0, u64::saturating_add)
-}
-
-fn strings(process: &Value, key: &str) -> Vec<String> {
-    let list = process.get(key).and_then(Value::as_array);
-    let text = |v: &Value| match v {
-        Value::String(s) => Some(s.clone()),
-        other => other.get("uuid").and_then(Value::as_str).map(str::to_owned),
-    };
-    list.into_iter().flatten().filter_map(text).collect()
-}
-
-fn steps(process: &Value) -> Vec<(String, u64)> {
-    let list = process.get("steps").and_then(Value::as_array);
-    let step = |v: &Value| {
-        let name = v.get("step")?.as_str()?.to_owned();
-        Some((name, v.get("micros")?.as_u64()?))
-    };
-    list.into_iter().flatten().filter_map(step).collect()
+    used.then(|| sum(process.gpu_memory.iter().map(|u| u.bytes)))
 }

@@ -123,22 +123,39 @@ pub(crate) fn quick() -> Limits {
     }
 }
 
-fn lock(pid: i32) -> Op {
+pub(crate) fn lock(pid: i32) -> Op {
     Op::Lock {
         pid,
         timeout_ms: 60_000,
     }
 }
 
-fn checkpoint(pid: i32) -> Op {
+pub(crate) fn checkpoint(pid: i32) -> Op {
     Op::Checkpoint {
         pid,
         limit_ms: 60_000,
     }
 }
 
-fn state<D: Driver>(agent: &Agent<D>, pid: i32) -> ProcessState {
+fn state(agent: &Arc<Agent<FakeDriver>>, pid: i32) -> ProcessState {
     agent.driver().state(pid).unwrap()
+}
+
+/// An agent of one process.
+fn agent() -> (Victim, i32, Arc<Agent<FakeDriver>>) {
+    agent_on(|_| ())
+}
+
+fn agent_on(change: impl Fn(&mut FakeDriver)) -> (Victim, i32, Arc<Agent<FakeDriver>>) {
+    let victim = Victim::new();
+    let pid = victim.pid();
+    let mut driver = FakeDriver::with(&[pid]);
+    change(&mut driver);
+    (victim, pid, Agent::new(driver))
+}
+
+fn settled(agent: &Arc<Agent<FakeDriver>>) -> AgentOutcome {
+    agent.settle(false, quick(), |_| {}).outcome
 }
 
 fn kind(outcome: Outcome) -> ErrorKind {
@@ -150,43 +167,31 @@ fn kind(outcome: Outcome) -> ErrorKind {
 
 #[test]
 fn what_was_done_is_undone() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    for steps in [vec![lock(pid)], vec![lock(pid), checkpoint(pid)]] {
-        let agent = Agent::new(FakeDriver::with(&[pid]));
-        for step in &steps {
-            assert_eq!(agent.perform(step), Outcome::Done);
+    for checkpointed in [false, true] {
+        let (_victim, pid, agent) = agent();
+        assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
+        if checkpointed {
+            assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
         }
         let report = agent.settle(false, quick(), |_| {});
         assert_eq!(report.outcome, AgentOutcome::RolledBack);
         assert_eq!(report.processes[0].left, ProcessState::Running);
         assert_eq!(state(&agent, pid), ProcessState::Running);
-        assert_eq!(
-            agent.settle(false, quick(), |_| {}).outcome,
-            AgentOutcome::Clean
-        );
+        assert_eq!(settled(&agent), AgentOutcome::Clean);
     }
 }
 
 #[test]
 fn a_process_found_locked_or_checkpointed_stays_so() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let agent = Agent::new(FakeDriver::with(&[pid]));
+    let (_victim, pid, agent) = agent();
     agent.driver().set(pid, ProcessState::Locked);
     assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
-    assert_eq!(
-        agent.settle(false, quick(), |_| {}).outcome,
-        AgentOutcome::RolledBack
-    );
+    assert_eq!(settled(&agent), AgentOutcome::RolledBack);
     assert_eq!(state(&agent, pid), ProcessState::Locked);
 
     agent.driver().set(pid, ProcessState::Checkpointed);
     assert_eq!(kind(agent.perform(&lock(pid))), ErrorKind::WrongState);
-    assert_eq!(
-        agent.settle(false, quick(), |_| {}).outcome,
-        AgentOutcome::Clean
-    );
+    assert_eq!(settled(&agent), AgentOutcome::Clean);
     assert_eq!(state(&agent, pid), ProcessState::Checkpointed);
 }
 
@@ -211,9 +216,7 @@ fn after_a_commit_the_dead_are_left_alone_and_the_living_put_back() {
 
 #[test]
 fn a_restore_is_not_undone() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let agent = Agent::new(FakeDriver::with(&[pid]));
+    let (_victim, pid, agent) = agent();
     agent.driver().set(pid, ProcessState::Checkpointed);
     let restore = Op::Restore {
         pid,
@@ -221,18 +224,13 @@ fn a_restore_is_not_undone() {
         limit_ms: 10_000,
     };
     assert_eq!(agent.perform(&restore), Outcome::Done);
-    assert_eq!(
-        agent.settle(false, quick(), |_| {}).outcome,
-        AgentOutcome::Clean
-    );
+    assert_eq!(settled(&agent), AgentOutcome::Clean);
     assert_eq!(state(&agent, pid), ProcessState::Locked);
 }
 
 #[test]
 fn the_race_with_cuinit_is_tried_once_more() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let agent = Agent::new(FakeDriver::with(&[pid]));
+    let (_victim, pid, agent) = agent();
     agent.driver().racing.store(1, Ordering::SeqCst);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
     agent.settle(false, quick(), |_| {});
@@ -242,11 +240,7 @@ fn the_race_with_cuinit_is_tried_once_more() {
 
 #[test]
 fn a_hanging_call_times_out_keeps_others_off_and_is_undone_when_it_returns() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let mut driver = FakeDriver::with(&[pid]);
-    driver.checkpoint_takes = Duration::from_secs(3);
-    let agent = Agent::new(driver);
+    let (_victim, pid, agent) = agent_on(|driver| driver.checkpoint_takes = Duration::from_secs(3));
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
     let hanging = Op::Checkpoint { pid, limit_ms: 50 };
     assert_eq!(kind(agent.perform(&hanging)), ErrorKind::TimedOut);
@@ -265,11 +259,7 @@ fn a_hanging_call_times_out_keeps_others_off_and_is_undone_when_it_returns() {
 
 #[test]
 fn what_cannot_be_undone_is_reported() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let mut driver = FakeDriver::with(&[pid]);
-    driver.refuse_restore = true;
-    let agent = Agent::new(driver);
+    let (_victim, pid, agent) = agent_on(|driver| driver.refuse_restore = true);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
     assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
     let report = agent.settle(false, quick(), |_| {});
@@ -280,9 +270,7 @@ fn what_cannot_be_undone_is_reported() {
 
 #[test]
 fn errors_have_kinds() {
-    let victim = Victim::new();
-    let pid = victim.pid();
-    let agent = Agent::new(FakeDriver::with(&[pid]));
+    let (_victim, pid, agent) = agent();
     let short = Op::Lock { pid, timeout_ms: 1 };
     assert_eq!(kind(agent.perform(&short)), ErrorKind::LockTimeout);
     assert_eq!(kind(agent.perform(&lock(-1))), ErrorKind::BadRequest);

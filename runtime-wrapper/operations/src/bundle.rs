@@ -38,6 +38,15 @@ pub trait Edit {
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error>;
 }
 
+/// Returns the container's environment, for an edit; `None` where the spec has no process.
+pub fn environment(spec: &mut Value) -> Option<&mut Vec<Value>> {
+    let process = spec.get_mut("process")?.as_object_mut()?;
+    process
+        .entry("env")
+        .or_insert_with(|| Value::Array(Vec::new()))
+        .as_array_mut()
+}
+
 /// A bundle whose `config.json` was edited. Dropped without [`BundleUndo::keep`], it is restored to the old text.
 #[derive(Debug)]
 pub struct BundleUndo {

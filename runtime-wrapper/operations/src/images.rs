@@ -330,19 +330,5 @@ pub fn with_image_path(
     line
 }
 
-/// Sums the files of an image directory and its subdirectories, in bytes.
-pub fn directory_bytes(dir: &Path) -> u64 {
-    let bytes_of = |dir: &Path, below: &dyn Fn(&Path) -> u64| {
-        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-        let sizes = entries.filter_map(|e| match e.metadata() {
-            Ok(meta) if meta.is_dir() => Some(below(&e.path())),
-            Ok(meta) if meta.is_file() => Some(meta.len()),
-            _ => None,
-        });
-        sizes.sum()
-    };
-    bytes_of(dir, &|directory| bytes_of(directory, &|_| 0))
-}
-
 #[cfg(test)]
 mod tests;

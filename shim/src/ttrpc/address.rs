@@ -1,10 +1,8 @@
-//! Parses socket addresses as shims write them: `unix:///run/containerd/s/HASH`, a bare path, or (before containerd
-//! 1.4) the name of an abstract socket. Since containerd 2.0 the address is in a JSON object, since 2.3 in a protobuf
-//! message.
+//! Parses socket addresses as shims write them: `unix:///run/containerd/s/HASH`, or a bare path. Since containerd 2.0 the
+//! address is in a JSON object, since 2.3 in a protobuf message.
 
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::{fs, io};
 
 use containerd_shim::protos::protobuf::UnknownFields;
@@ -92,35 +90,24 @@ impl Address {
     /// Returns our socket for a stock shim's socket: beside it, with a name derived from it. So all containers of one
     /// stock shim (a pod) share one of ours.
     pub fn for_upstream(upstream: &Self) -> Self {
-        let directory = upstream
-            .path()
-            .and_then(|p| p.parent().map(Path::to_owned))
-            .unwrap_or_else(|| "/run/containerd/s".into());
         let mut name = String::with_capacity(64);
         for byte in Sha256::digest(format!("cryopod {}", upstream.0)) {
             name.push_str(&format!("{byte:02x}"));
         }
-        Self(format!("unix://{}", directory.join(name).display()))
+        Self(format!(
+            "unix://{}",
+            upstream.path().with_file_name(name).display()
+        ))
     }
 
-    /// The socket's file; `None` for an abstract socket.
-    pub fn path(&self) -> Option<PathBuf> {
-        match self.0.strip_prefix("unix://") {
-            Some(path) => Some(path.into()),
-            None => self.0.starts_with('/').then(|| PathBuf::from(&self.0)),
-        }
-    }
-
-    fn socket(&self) -> io::Result<SocketAddr> {
-        match self.path() {
-            Some(path) => SocketAddr::from_pathname(path),
-            None => SocketAddr::from_abstract_name(self.0.trim_start_matches('\0')),
-        }
+    /// The socket's file.
+    pub fn path(&self) -> &Path {
+        Path::new(self.0.strip_prefix("unix://").unwrap_or(&self.0))
     }
 
     /// Connects to the socket.
     pub fn connect(&self) -> io::Result<UnixStream> {
-        UnixStream::connect_addr(&self.socket()?)
+        UnixStream::connect(self.path())
     }
 
     /// Listens, with the socket mode of containerd's shims. Replaces a socket on which nobody listens any more. Returns
@@ -128,15 +115,13 @@ impl Address {
     pub fn listen(&self) -> io::Result<Option<UnixListener>> {
         use std::os::unix::fs::PermissionsExt;
         let path = self.path();
-        if let Some(directory) = path.as_deref().and_then(Path::parent) {
+        if let Some(directory) = path.parent() {
             fs::create_dir_all(directory)?;
         }
         for again in [true, false] {
-            match UnixListener::bind_addr(&self.socket()?) {
+            match UnixListener::bind(path) {
                 Ok(listener) => {
-                    if let Some(path) = &path {
-                        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-                    }
+                    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
                     return Ok(Some(listener));
                 }
                 Err(e) if e.kind() != io::ErrorKind::AddrInUse => return Err(e),
@@ -154,11 +139,9 @@ impl Address {
         Ok(None)
     }
 
-    /// Removes the socket's file, if it has one.
+    /// Removes the socket's file.
     pub fn remove(&self) {
-        if let Some(path) = self.path() {
-            let _ = fs::remove_file(path);
-        }
+        let _ = fs::remove_file(self.path());
     }
 }
 
@@ -213,7 +196,6 @@ mod tests {
             of("unix:///run/containerd/s/b")
         );
         assert!(of("unix:///r/s/a").0.starts_with("unix:///r/s/"));
-        assert!(of("abstract").0.starts_with("unix:///run/containerd/s/"));
     }
 
     #[test]

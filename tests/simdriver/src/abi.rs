@@ -112,23 +112,6 @@ const _: () = {
 pub const PROC_ADDRESS_SUCCESS: c_int = 0;
 pub const PROC_ADDRESS_NOT_FOUND: c_int = 1;
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn codes_have_names() {
-        let (name, text) = describe(401).unwrap();
-        assert_eq!(name, c"CUDA_ERROR_ILLEGAL_STATE");
-        assert_eq!(
-            text,
-            c"the operation cannot be performed in the present state"
-        );
-        assert_eq!(code_of("CUDA_ERROR_NOT_READY"), Some(600));
-        assert!(describe(12345).is_none());
-    }
-}
-
 /// `CUipcMemHandle`: 64 bytes, passed by value.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]

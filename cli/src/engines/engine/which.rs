@@ -17,6 +17,16 @@ const ASK: Duration = Duration::from_secs(30);
 const ALL: [Engine; 3] = [Engine::Podman, Engine::Docker, Engine::Containerd];
 
 impl Engine {
+    /// Returns the engine that an archive names as its maker.
+    pub fn named(maker: &str) -> Option<Self> {
+        match maker {
+            "podman" => Some(Self::Podman),
+            "docker" => Some(Self::Docker),
+            "containerd" | "containerd-ctr" => Some(Self::Containerd),
+            _ => None,
+        }
+    }
+
     /// Returns the name of its program on PATH.
     pub fn program(self) -> &'static str {
         match self {
@@ -106,13 +116,7 @@ pub fn fits(made_by: Option<&str>) -> anyhow::Result<Engine> {
 }
 
 fn choose(made_by: Option<&str>, here: Vec<Engine>) -> anyhow::Result<Engine> {
-    let made_by = match made_by {
-        Some("podman") => Some(Engine::Podman),
-        Some("docker") => Some(Engine::Docker),
-        Some("containerd" | "containerd-ctr") => Some(Engine::Containerd),
-        _ => None,
-    };
-    match (made_by, &here[..]) {
+    match (made_by.and_then(Engine::named), &here[..]) {
         (Some(engine), _) if here.contains(&engine) => Ok(engine),
         (_, [only]) => Ok(*only),
         (_, []) => bail!("neither podman nor docker nor ctr is installed, or not in PATH"),

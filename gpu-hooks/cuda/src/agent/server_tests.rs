@@ -1,5 +1,5 @@
 use super::*;
-use crate::agent::tests::{FakeDriver, Victim, quick};
+use crate::agent::tests::{FakeDriver, Victim, checkpoint, lock, quick};
 use crate::exchange::client::{Client, ClientError};
 use crate::messages::buffers::VramConfig;
 use crate::messages::protocol::ProcessState;
@@ -52,20 +52,6 @@ impl Running {
 }
 
 const LIMIT: Duration = Duration::from_secs(60);
-
-fn lock(pid: i32) -> Op {
-    Op::Lock {
-        pid,
-        timeout_ms: 60_000,
-    }
-}
-
-fn checkpoint(pid: i32) -> Op {
-    Op::Checkpoint {
-        pid,
-        limit_ms: 60_000,
-    }
-}
 
 #[test]
 fn calls_of_several_processes_overlap() {

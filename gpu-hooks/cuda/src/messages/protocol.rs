@@ -609,31 +609,23 @@ mod tests {
     use proptest::prelude::*;
 
     fn any_op() -> impl Strategy<Value = Op> {
-        let pid = any::<i32>();
+        let numbers = (any::<i32>(), any::<u64>());
+        let map = proptest::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..9);
         prop_oneof![
             Just(Op::Hello),
-            Just(Op::Commit),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Find { pid, limit_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Query { pid, limit_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint { pid, limit_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Unlock { pid, limit_ms }),
-            (
-                pid,
-                any::<u64>(),
-                proptest::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..9)
-            )
-                .prop_map(|(pid, limit_ms, map)| Op::Restore {
+            numbers.prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
+            (numbers, map).prop_map(|((pid, limit_ms), map)| {
+                let pair = |(old, new)| GpuPair {
+                    old: GpuUuid(old),
+                    new: GpuUuid(new),
+                };
+                let gpu_map = map.into_iter().map(pair).collect();
+                Op::Restore {
                     pid,
                     limit_ms,
-                    gpu_map: map
-                        .into_iter()
-                        .map(|(old, new)| GpuPair {
-                            old: GpuUuid(old),
-                            new: GpuUuid(new)
-                        })
-                        .collect(),
-                }),
+                    gpu_map,
+                }
+            }),
         ]
     }
 

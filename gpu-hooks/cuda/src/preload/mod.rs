@@ -303,6 +303,18 @@ fn card(pid: i32) -> io::Result<Option<Card>> {
 }
 
 #[cfg(test)]
+impl Library {
+    /// Returns what a process with the library would be, at the other end of this socket.
+    fn at(socket: OwnedFd) -> Self {
+        Self {
+            socket,
+            tid: 0,
+            spare: -1,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
@@ -327,11 +339,7 @@ mod tests {
     #[test]
     fn a_late_answer_is_not_taken_for_another_one() {
         let (own, socket) = wire::pair().unwrap();
-        let library = Library {
-            socket,
-            tid: 0,
-            spare: -1,
-        };
+        let library = Library::at(socket);
         let short = Duration::from_millis(10);
         let late = library.ask(Request::Release, None, short).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
@@ -356,11 +364,7 @@ mod tests {
     #[test]
     fn memory_is_here_only_if_the_library_says_so() {
         let (own, socket) = wire::pair().unwrap();
-        let library = Library {
-            socket,
-            tid: 0,
-            spare: -1,
-        };
+        let library = Library::at(socket);
         let silent = library.is_away(Duration::from_millis(10)).unwrap_err();
         assert_eq!(silent.kind(), io::ErrorKind::TimedOut);
         let answers = std::thread::spawn(move || {
@@ -394,11 +398,7 @@ mod tests {
         // Answers to another request, and one to this request that does not end.
         for (number, first, rest) in [(1, short, long), (2, long, short)] {
             let (own, socket) = wire::pair().unwrap();
-            let library = Library {
-                socket,
-                tid: 0,
-                spare: -1,
-            };
+            let library = Library::at(socket);
             let flood = flood(own, number, || Answer::Data);
             let endless = library.answer(2, first, rest).unwrap_err();
             assert_eq!(endless.kind(), io::ErrorKind::TimedOut, "{endless}");

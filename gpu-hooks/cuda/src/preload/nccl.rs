@@ -497,11 +497,7 @@ mod tests {
         ] {
             assert_eq!(group.multicast(), None);
             let (_, socket) = cryopod_preload_wire::pair().unwrap();
-            let library = Library {
-                socket,
-                tid: 0,
-                spare: -1,
-            };
+            let library = Library::at(socket);
             let obstacles = vec![obstacle];
             let report = Report {
                 obstacles,

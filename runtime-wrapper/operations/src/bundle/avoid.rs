@@ -12,7 +12,7 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
-use crate::bundle::Edit;
+use crate::bundle::{Edit, environment};
 use crate::error::Error;
 
 /// Names what the container is to avoid, separated by commas.
@@ -115,11 +115,7 @@ impl Edit for Avoidance {
         if self.io_uring {
             forbid_io_uring(spec);
         }
-        let Some(process) = spec.get_mut("process").and_then(Value::as_object_mut) else {
-            return Ok(());
-        };
-        let env = process.entry("env").or_insert_with(|| json!([]));
-        let Some(env) = env.as_array_mut() else {
+        let Some(env) = environment(spec) else {
             return Ok(());
         };
         let mut set = Vec::new();

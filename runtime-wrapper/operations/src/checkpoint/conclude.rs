@@ -6,13 +6,13 @@ use std::process::ExitCode;
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::messages::image::NvidiaImage;
+use cryopod_host::files::bytes_below;
 use cryopod_host::nodes::Vendor;
 
 use super::dump::{DumpOutcome, amd_users, unpause_amd};
 use super::prepare::DumpPreparation;
 use super::{alive, ask, failed};
 use crate::error::Error;
-use crate::images;
 use crate::images::handover;
 use crate::images::store;
 use crate::pause;
@@ -137,7 +137,7 @@ pub(super) fn count(metadata: &Metadata, images: &Path) {
     if let Some(vram) = &metadata.gpu.vram {
         metrics::bytes("gpu_stored", vram.stored_bytes);
     }
-    metrics::bytes("images", images::directory_bytes(images));
+    metrics::bytes("images", bytes_below(images));
 }
 
 /// Returns the exit code for complete images. A container that goes on running may still lack its GPU.

@@ -91,13 +91,3 @@ fn links_of_an_archive_lead_nowhere() {
     images.link("parent", "../secret");
     assert!(no_links(&images).is_err());
 }
-
-#[test]
-fn what_a_directory_holds() {
-    let dir = tempfile::tempdir().unwrap();
-    dir.put("pages-1.img", [0; 100]);
-    dir.put("vram/0", [0; 11]);
-    dir.link("link", "/");
-    assert_eq!(directory_bytes(dir.path()), 111);
-    assert_eq!(directory_bytes(&dir.path().join("none")), 0);
-}

@@ -9,7 +9,7 @@ use cryopod_amd::image::Images;
 use cryopod_cuda::messages::image;
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::plan::PlanError;
-use cryopod_host::files::read_bounded;
+use cryopod_host::files::{bytes_below, read_bounded};
 use cryopod_host::nodes::Vendor;
 
 use super::open::OpenedCheckpoint;
@@ -19,7 +19,6 @@ use crate::criu::compressed;
 use crate::criu::no_criu;
 use crate::criu::plugins;
 use crate::error::Error;
-use crate::images;
 use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::{self, Provision};
 use crate::preflight::volume_access;
@@ -187,7 +186,7 @@ fn bytes(request: &Request<'_>, checkpoint: &OpenedCheckpoint) -> u64 {
     let stored = stored.map_or(0, |found| found.reference.bytes());
     let vram = checkpoint.metadata.gpu.vram.as_ref();
     let in_archive = vram.filter(|_| checkpoint.handed.places.is_some());
-    images::directory_bytes(&request.images)
+    bytes_below(&request.images)
         .saturating_add(stored)
         .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
 }

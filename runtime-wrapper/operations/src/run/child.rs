@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, bytes_below};
 use cryopod_host::processes::signals::not_ignored;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl;
@@ -620,7 +620,7 @@ impl Watcher<'_> {
         }
         self.deadline = Some(Instant::now() + self.watch.abort_limit);
         // CRIU asks nothing for long while it writes a large memory, and is not stuck.
-        let written = self.watch.images.as_deref().map_or(0, size_of_directory);
+        let written = self.watch.images.as_deref().map_or(0, bytes_below);
         if written > self.written {
             self.written = written;
             return false;
@@ -643,11 +643,6 @@ impl Watcher<'_> {
         self.reap();
         true
     }
-}
-
-fn size_of_directory(dir: &std::path::Path) -> u64 {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
 }
 
 /// Creates the file that tells the plugin to give up.

@@ -19,7 +19,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::bundle::Edit;
+use crate::bundle::{Edit, environment};
 use crate::config::Config;
 use crate::criu::plugins;
 use crate::error::Error;
@@ -229,11 +229,7 @@ impl Edit for LibraryVariable {
     }
 
     fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
-        let Some(process) = spec.get_mut("process").and_then(Value::as_object_mut) else {
-            return Ok(());
-        };
-        let env = process.entry("env").or_insert_with(|| json!([]));
-        let Some(env) = env.as_array_mut() else {
+        let Some(env) = environment(spec) else {
             return Ok(());
         };
         let prefix = format!("{VARIABLE}=");
@@ -262,9 +258,7 @@ impl Edit for NoMulticast {
     }
 
     fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
-        let process = spec.get_mut("process").and_then(Value::as_object_mut);
-        let env = process.map(|process| process.entry("env").or_insert_with(|| json!([])));
-        let Some(env) = env.and_then(Value::as_array_mut) else {
+        let Some(env) = environment(spec) else {
             return Ok(());
         };
         let names = |entry: &Value| {

@@ -109,25 +109,3 @@ impl Config {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn defaults_and_file() {
-        let c = Config::default();
-        assert_eq!(c.gpus.len(), 1);
-        assert_eq!((c.driver_major(), c.cuda_version()), (580, 13_000));
-        let c = Config::parse(
-            "driver = '570.86.10'\n[[gpu]]\nmemory_mib = 64\n[[gpu]]\nname = 'NVIDIA L4'\nminor = 4\n",
-            9,
-        )
-        .unwrap();
-        assert_eq!(c.gpus.len(), 2);
-        assert_eq!((c.gpus[0].bytes, c.gpus[1].minor), (64 << 20, 4));
-        assert_eq!(c.gpus[1].pci, "0000:28:00.0");
-        assert_eq!(c.cuda_version(), 12_080);
-        assert!(Config::parse("gpus = 3", 1).is_err());
-    }
-}

@@ -108,29 +108,3 @@ pub fn write_dev(root: &Path, c: &Config) -> io::Result<()> {
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tree_reads_like_proc() {
-        let dir = tempfile::tempdir().unwrap();
-        let c = Config::parse("[[gpu]]\nmig = true\n[[gpu]]\nminor = 3\n", 0).unwrap();
-        write_proc(dir.path(), &c).unwrap();
-        let nvidia = dir.path().join("driver/nvidia");
-        let version = fs::read_to_string(nvidia.join("version")).unwrap();
-        assert!(
-            version.contains("for x86_64  580.159.04  Release Build"),
-            "{version}"
-        );
-        let info = fs::read_to_string(nvidia.join("gpus/0000:28:00.0/information")).unwrap();
-        assert!(
-            info.contains("GPU UUID: \t GPU-c0da0000-5130-4d00-8000-000000000001\n"),
-            "{info}"
-        );
-        assert!(info.contains("Device Minor: \t 3\n"));
-        assert!(nvidia.join("capabilities/gpu0/mig/gi1/access").exists());
-        assert!(!nvidia.join("capabilities/gpu3").exists());
-    }
-}

@@ -8,7 +8,7 @@
 )]
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -109,25 +109,13 @@ impl Machine {
         client
     }
 
-    /// A process of the test that is no client.
-    pub fn bystander(&mut self) -> i32 {
-        let child = Command::new("sleep").arg("1000").spawn().unwrap();
-        let pid = i32::try_from(child.id()).unwrap();
-        self.clients.push(child);
-        pid
-    }
-
-    pub fn step_command(&self, pid: i32, args: &str) -> Command {
+    /// Does steps to a process, from a process of its own.
+    pub fn step(&self, pid: i32, args: &str) -> Outcome {
         let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-step"));
         self.environment(&mut c);
         let args = args.split_whitespace();
         c.arg(pid.to_string()).args(args).stdin(Stdio::null());
-        c
-    }
-
-    /// Does steps to a process, from a process of its own.
-    pub fn step(&self, pid: i32, args: &str) -> Outcome {
-        let out = self.step_command(pid, args).output().unwrap();
+        let out = c.output().unwrap();
         let text = |b: &[u8]| String::from_utf8_lossy(b).trim().to_owned();
         if out.status.success() {
             let all = text(&out.stdout);
@@ -163,10 +151,6 @@ impl Machine {
 
     pub fn control(&self, line: &str) -> Value {
         control::send(&self.path("sock"), line).unwrap()
-    }
-
-    pub fn set(&self, switch: &str) {
-        self.control(&format!("set {switch}"));
     }
 
     /// Bytes that a process has on each GPU, by number.
@@ -249,20 +233,16 @@ impl Client {
     }
 
     pub fn fds(&self) -> Vec<String> {
-        fds(self.pid)
+        fs::read_dir(format!("/proc/{}/fd", self.pid))
+            .unwrap()
+            .filter_map(|e| fs::read_link(e.ok()?.path()).ok())
+            .map(|p| p.to_string_lossy().into_owned())
+            .collect()
     }
 
     pub fn maps(&self) -> String {
         fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap()
     }
-}
-
-pub fn fds(pid: i32) -> Vec<String> {
-    fs::read_dir(format!("/proc/{pid}/fd"))
-        .unwrap()
-        .filter_map(|e| fs::read_link(e.ok()?.path()).ok())
-        .map(|p| p.to_string_lossy().into_owned())
-        .collect()
 }
 
 pub fn children(pid: i32) -> Vec<i32> {
@@ -284,9 +264,4 @@ pub fn wait_for(what: &str, mut f: impl FnMut() -> bool) {
 /// The UUID of a GPU that the configuration does not name.
 pub fn gpu(n: u8) -> GpuUuid {
     GpuUuid::numbered(n)
-}
-
-/// A directory without the nodes of this name.
-pub fn remove_node(dev: &Path, name: &str) {
-    fs::remove_file(dev.join(name)).unwrap();
 }
