@@ -69,8 +69,17 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     let attendant = attendants
         .into_iter()
         .find(|(name, _)| called_as == Some(name.as_ref()));
+    let attends = called_as == Some(every::NAME.as_ref());
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
-    let (mut ctx, invalid) = match context(args) {
+    let found = loop {
+        let found = context(args.clone());
+        match &found {
+            // After an upgrade it cannot be started again by anybody.
+            Err((_, e)) if attends && every::try_again(e, &args) => {}
+            _ => break found,
+        }
+    };
+    let (mut ctx, invalid) = match found {
         Ok(found) => found,
         Err((args, e)) => {
             // The log that the engine reads, if the command line names one.

@@ -69,7 +69,8 @@ for signal in TERM INT HUP; do
     for stage in pre-dump network-lock; do
         rm -f /tmp/reached /tmp/go-on
         echo $stage > /tmp/stop-at
-        cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
+        # A shell has its background jobs ignore SIGINT.
+        env --default-signal=INT cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
         wrapper=$!
         wait_for test -e /tmp/reached
         kill -$signal $wrapper

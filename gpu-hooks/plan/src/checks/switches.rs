@@ -45,7 +45,7 @@ pub const VOLUMES: &str = "volumes";
 const OF_NEITHER: [&str; 3] = [RESTORE_HERE, EXEC, VOLUMES];
 
 /// How a user maps a container's GPUs at a restore. Engines take no new annotation for a container that exists.
-pub const HOW_TO_MAP: &str = "`gpu.map` in /etc/cryopod/config.toml, `cryopod import --restore --map` (podman), or dev.cryopod.gpu.map of a new container";
+pub const HOW_TO_MAP: &str = "`gpu.map` in /etc/cryopod/config.toml";
 
 /// The enabled checks; all by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

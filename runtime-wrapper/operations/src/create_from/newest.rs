@@ -62,7 +62,7 @@ impl Newest {
         }
         let me = LeaseHolder::here(&inv.id, directory);
         let (options, place) = (ctx.config.restore.clone(), place.to_owned());
-        let patience = ctx.config.limits.tool();
+        let patience = ctx.config.limits.tool() + lease::CONFIRMATION;
         let (sender, found) = mpsc::channel();
         // The place may be on a server that does not answer.
         std::thread::spawn(move || {

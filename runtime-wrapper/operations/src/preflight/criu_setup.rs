@@ -210,7 +210,7 @@ impl CriuSetup<'_> {
         }
         // A step that hangs must end before the operation's limit does, and what is undone must have time.
         let most_ms = (limit_s.saturating_mul(1000) / 3 * 2).min(MAX_TIMEOUT_MS);
-        plugin.step_timeout_ms = plugin.step_timeout_ms.max(most_ms);
+        plugin.step_timeout_ms = most_ms.max(1);
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -182,7 +182,12 @@ fn bit(signal: Signal) -> u32 {
 
 /// Returns the command that runs this program under another name, as a process that outlives this one.
 pub fn detached(name: &str) -> Command {
-    let mut command = Command::new("/proc/self/exe");
+    detached_program(Path::new("/proc/self/exe"), name)
+}
+
+/// The same for another file of this program.
+pub fn detached_program(program: &Path, name: &str) -> Command {
+    let mut command = Command::new(program);
     command
         .arg0(name)
         .stdin(Stdio::null())

@@ -105,7 +105,7 @@ check 'nothing is left' wait_for nothing_left
 mount -t tmpfs -o size=64k,mode=700 full /srv/full
 mapfile -t every < <(to /srv/full full)
 pod run -d --name full "${every[@]}" --network none localhost/busybox "${counter[@]}" > /tmp/said 2>&1
-check 'the log says that it failed' wait_for says $log 'no checkpoint while it runs'
+check 'the log says that it failed' wait_for says $log "$(pod inspect -f '{{.Id}}' full): no checkpoint while it runs"
 wait_for umount /srv/full # a try may be under way
 wait_for last full > /dev/null
 last=$(last full)

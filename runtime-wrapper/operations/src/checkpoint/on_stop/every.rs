@@ -3,10 +3,10 @@
 //! A process of its own does so ([`NAME`]), for as long as the container exists. It holds the lock [`LOCK`]. A stop
 //! interrupts it by TERM and takes the lock, so that it never waits for a whole checkpoint. A pause interrupts it by INT.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -26,6 +26,7 @@ use crate::images::place::lease::LeaseHolder;
 use crate::images::place::{Place, seconds, setting};
 use crate::request::argv::{self, Invocation};
 use crate::request::context::Context;
+use crate::request::lowlevel::RuntimeKind;
 use crate::request::state::{self, ContainerState};
 use crate::run::child::{self, Signals};
 use crate::run::{log, metrics, operation};
@@ -48,6 +49,7 @@ const STOP: Interrupt = Interrupt::SIGTERM;
 const PAUSES: [Interrupt; 3] = [Interrupt::SIGINT, Interrupt::SIGHUP, Interrupt::SIGQUIT];
 /// How soon a pause that is announced shows in the container's state.
 const PAUSED: Duration = Duration::from_secs(2);
+const TRY_AGAIN: Duration = Duration::from_secs(60);
 /// After failures the time between two tries grows to so many periods.
 const MAX_PERIODS: u32 = 64;
 
@@ -164,6 +166,15 @@ pub fn main(ctx: &Context) -> ExitCode {
     }
 }
 
+/// Waits for the next try of a process that cannot read its configuration. Returns false if its container is gone.
+pub fn try_again(e: &Error, args: &[OsString]) -> bool {
+    log::init_at(Path::new(log::DETACHED));
+    tracing::warn!("no checkpoints of a running container until this is corrected: {e}");
+    std::thread::sleep(TRY_AGAIN);
+    let inv = argv::decode(RuntimeKind::Runc, args);
+    inv.is_some_and(|inv| inv.bundle().exists())
+}
+
 /// Returns the program that has taken the place of one whose file was removed.
 fn successor(own: &Path) -> Option<PathBuf> {
     let path = own.to_str()?.strip_suffix(" (deleted)")?;
@@ -184,8 +195,9 @@ fn attend(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let is_made = || maker != Some(std::os::unix::process::parent_id());
     let successor = || {
         let own = std::fs::read_link("/proc/self/exe").ok()?;
-        let mut command = Command::new(successor(&own).filter(|_| is_made())?);
-        command.arg0(NAME).args(&ctx.args);
+        let program = successor(&own).filter(|_| is_made())?;
+        let mut command = child::detached_program(&program, NAME);
+        command.args(&ctx.args);
         command.env_remove(MAKER).current_dir(&began_in);
         Some(command)
     };
@@ -268,7 +280,6 @@ impl<'a> Attendance<'a> {
         if is_stopped && !self.outlives_its_stop(stopping) {
             return;
         }
-        let mut may_become = true;
         let mut wait = period;
         let mut due = Instant::now() + period;
         while self.exists() {
@@ -288,11 +299,11 @@ impl<'a> Attendance<'a> {
             if Instant::now() < due || self.lock.is_none() {
                 continue;
             }
-            if let Some(mut program) = successor().filter(|_| may_become) {
+            if let Some(mut program) = successor() {
                 self.lock = None;
-                tracing::warn!("{}: {}", self.inv.id, program.exec());
-                let _ = std::env::set_current_dir("/");
-                may_become = false;
+                let Err(e) = program.spawn() else { return };
+                tracing::warn!("{}: the new version does not start: {e}", self.inv.id);
+                due = Instant::now() + period;
                 continue;
             }
             let started = Instant::now();
@@ -350,9 +361,11 @@ impl<'a> Attendance<'a> {
     fn checkpoint(&mut self) -> Result<(), Error> {
         // What a killed operation has frozen is no pause.
         operation::sweep_dead();
-        let state = self.state().ok_or_else(|| {
-            Error::Failed("the low-level runtime names no process of the container".to_owned())
-        })?;
+        let Some(state) = self.state() else {
+            // It is being restored, or has ended.
+            tracing::info!("{}: the low-level runtime names no process", self.inv.id);
+            return Ok(());
+        };
         if state.paused || state.created {
             return Ok(());
         }
@@ -416,6 +429,8 @@ mod tests {
     #[test]
     fn a_pause_is_no_stop() {
         use std::os::unix::process::ExitStatusExt;
+        // SAFETY: installs no handler. A shell has its background jobs ignore it, and the child inherits that.
+        unsafe { libc::signal(libc::SIGINT, libc::SIG_DFL) };
         let dir = tempfile::tempdir().unwrap();
         for (tell, sent) in [
             (give_way as fn(&Path), libc::SIGINT),

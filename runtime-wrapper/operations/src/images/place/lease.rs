@@ -3,7 +3,8 @@
 //! A checkpoint that must run once is restored by one host at a time. The lease is the file `lease-NUMBER` with the
 //! highest number beside the checkpoints. Its number is made by one host alone, as the file must be new, so a host that
 //! takes a lease over makes the next. It can take one over that its holder has given back, or that is older than the
-//! time limit by the place's own clock. Of a container of its own host it knows more: that it exists, or does no longer.
+//! time limit by the place's own clock and stays for [`CONFIRMATION`] by its own: a clock may jump. Of a container of its
+//! own host it knows more: that it exists, or does no longer.
 //!
 //! A process renews it while the container exists ([`super::renewal`]). So the limit bounds how long a lost host blocks a
 //! name, and the number is the fence: a container that lost its lease writes no checkpoint any more.
@@ -12,7 +13,7 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
@@ -38,6 +39,12 @@ const NOTE: &str = "lease-";
 const MAX_BYTES: u64 = 4096;
 const MAX_NOTE: u64 = 16 << 10;
 const TRIES: usize = 5;
+/// A lease may miss all renewals but one.
+const RENEWALS: u32 = 3;
+/// The longest time between two renewals.
+const MAX_PERIOD: Duration = Duration::from_secs(10);
+/// For the longest time, whoever takes over the lease of a lost host first sees it stay.
+pub const CONFIRMATION: Duration = Duration::from_secs(20);
 
 /// Who holds a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,6 +94,11 @@ impl LeaseHolder {
         self.directory.exists()
     }
 
+    /// Returns true if it is a container of another host, which has not given the lease back.
+    fn is_elsewhere(&self, me: &Self) -> bool {
+        !self.given_back && !self.is(me) && self.exists(me).is_none()
+    }
+
     /// Returns true if it is a container of this host, which `me` is on; `None`: of another one.
     fn exists(&self, me: &Self) -> Option<bool> {
         match self.boot == me.boot {
@@ -115,6 +127,11 @@ pub fn limit(spec: &Spec) -> Result<Option<Duration>, String> {
             "{COPIES}: {other:?} is neither \"one\" nor \"many\""
         )),
     }
+}
+
+/// Returns the time between two renewals of a lease.
+pub fn period(limit: Duration) -> Duration {
+    (limit / RENEWALS).min(MAX_PERIOD)
 }
 
 /// Returns the note's place for the lease of a container. Nobody has checked the id yet.
@@ -169,6 +186,15 @@ impl Place {
     /// # Errors
     /// Who holds it, or why the place cannot be used.
     pub fn take(&self, me: &LeaseHolder, limit: Duration) -> Result<NameLease, String> {
+        self.take_confirmed(me, limit, CONFIRMATION)
+    }
+
+    fn take_confirmed(
+        &self,
+        me: &LeaseHolder,
+        limit: Duration,
+        longest: Duration,
+    ) -> Result<NameLease, String> {
         let at = |e: io::Error| format!("{}: {e}", self.directory.display());
         self.make().map_err(at)?;
         let me = &LeaseHolder {
@@ -184,12 +210,34 @@ impl Place {
             {
                 return Err(why);
             }
+            // A clock that jumps makes each lease old; one whose holder lives is renewed.
+            if let Some((number, holder)) = &held
+                && holder.as_ref().is_none_or(|holder| holder.is_elsewhere(me))
+            {
+                let said = holder.as_ref().map_or(MAX_LIMIT, |holder| holder.limit_s);
+                let period = period(limit.max(Duration::from_secs(said)));
+                if !self.stays(*number, longest.min(period * 2)).map_err(at)? {
+                    continue;
+                }
+            }
             let number = held.map_or(0, |(number, _)| number) + 1;
             if let Some(lease) = self.make_lease(number, me).map_err(at)? {
                 return Ok(lease);
             }
         }
         Err(format!("{}: others take it", self.directory.display()))
+    }
+
+    /// Returns true if the lease is still the one that counts after this time, by this host's clock.
+    fn stays(&self, number: u64, time: Duration) -> io::Result<bool> {
+        let end = Instant::now() + time;
+        while Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(500));
+            if self.numbers(FILE)?.pop() != Some(number) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Returns why a lease cannot be taken over.
@@ -326,6 +374,10 @@ mod tests {
         (dir, Place { directory })
     }
 
+    fn take(place: &Place, me: &LeaseHolder, limit: Duration) -> Result<NameLease, String> {
+        place.take_confirmed(me, limit, Duration::ZERO)
+    }
+
     /// A container that exists.
     fn on(host: &str, container: &str) -> LeaseHolder {
         LeaseHolder {
@@ -352,16 +404,19 @@ mod tests {
     fn one_host_at_a_time() {
         let (_dir, place) = place();
         let (a, b) = (on("a", "1"), on("b", "2"));
-        place.take(&a, LONG).unwrap();
-        let said = place.take(&b, LONG).unwrap_err();
+        take(&place, &a, LONG).unwrap();
+        let said = take(&place, &b, LONG).unwrap_err();
         assert!(said.contains("container 1 on a"), "{said}");
         // The same container begins again.
-        place.take(&a, LONG).unwrap();
+        take(&place, &a, LONG).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap(), None);
         place.give_back(&b).unwrap();
-        assert!(place.take(&b, LONG).is_err(), "it was not b's to give back");
+        assert!(
+            take(&place, &b, LONG).is_err(),
+            "it was not b's to give back"
+        );
         place.give_back(&a).unwrap();
-        place.take(&b, LONG).unwrap();
+        take(&place, &b, LONG).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         assert_eq!(place.numbers(FILE).unwrap().len(), 1);
     }
@@ -370,18 +425,18 @@ mod tests {
     fn a_lost_host_is_fenced() {
         let (_dir, place) = place();
         let (a, b) = (on("a", "1"), on("b", "2"));
-        place.take(&a, LONG).unwrap();
+        take(&place, &a, LONG).unwrap();
         older(&place, Duration::from_secs(299));
-        assert!(place.take(&b, LONG).is_err());
+        assert!(take(&place, &b, LONG).is_err());
         older(&place, Duration::from_secs(301));
         assert_eq!(place.taken_over(&a, true).unwrap(), None, "nobody has yet");
         place.renew(&a).unwrap();
-        assert!(place.take(&b, LONG).is_err(), "its checkpoint is written");
+        assert!(take(&place, &b, LONG).is_err(), "its checkpoint is written");
         older(&place, Duration::from_secs(301));
-        place.take(&b, LONG).unwrap();
+        take(&place, &b, LONG).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         place.give_back(&a).unwrap();
-        assert!(place.take(&a, LONG).is_err());
+        assert!(take(&place, &a, LONG).is_err());
         place.give_back(&b).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         assert_eq!(place.taken_over(&a, false).unwrap(), None);
@@ -395,20 +450,40 @@ mod tests {
             place.make().unwrap();
             fs::write(place.lease(7), text).unwrap();
             older(&place, Duration::from_secs(limit - 1));
-            let said = place.take(&b, LONG).unwrap_err();
+            let said = take(&place, &b, LONG).unwrap_err();
             assert!(said.contains("written by another cryopod"), "{said}");
             older(&place, Duration::from_secs(limit + 1));
-            place.take(&b, LONG).unwrap();
+            take(&place, &b, LONG).unwrap();
             fs::remove_file(place.lease(8)).unwrap();
         }
     }
 
     #[test]
+    fn a_clock_that_jumps_forth_frees_no_lease_that_is_renewed() {
+        let (_dir, place) = place();
+        let (a, b) = (on("a", "1"), on("b", "2"));
+        take(&place, &a, LONG).unwrap();
+        older(&place, Duration::from_secs(3600));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(700));
+                place.renew(&a).unwrap();
+            });
+            let said = place.take_confirmed(&b, LONG, CONFIRMATION).unwrap_err();
+            assert!(said.contains("on a"), "{said}");
+        });
+        older(&place, Duration::from_secs(3600));
+        place
+            .take_confirmed(&b, LONG, Duration::from_secs(1))
+            .unwrap();
+    }
+
+    #[test]
     fn a_clock_that_jumps_back_frees_nothing() {
         let (_dir, place) = place();
-        place.take(&on("a", "1"), LONG).unwrap();
+        take(&place, &on("a", "1"), LONG).unwrap();
         renewed_at(&place, SystemTime::now() + Duration::from_secs(9000));
-        assert!(place.take(&on("b", "2"), LONG).is_err());
+        assert!(take(&place, &on("b", "2"), LONG).is_err());
     }
 
     #[test]
@@ -418,38 +493,43 @@ mod tests {
             directory: "/no/such".into(),
             ..on("a", "1")
         };
-        let making = place.take(&gone, LONG).unwrap();
+        let making = take(&place, &gone, LONG).unwrap();
         // Its directory comes later.
-        assert!(place.take(&on("a", "2"), LONG).is_err());
+        assert!(take(&place, &on("a", "2"), LONG).is_err());
         drop(making);
         assert!(
-            place.take(&on("b", "2"), LONG).is_err(),
+            take(&place, &on("b", "2"), LONG).is_err(),
             "another host cannot tell"
         );
-        place.take(&on("a", "2"), LONG).unwrap();
+        take(&place, &on("a", "2"), LONG).unwrap();
         older(&place, Duration::from_secs(301));
-        assert!(place.take(&on("a", "3"), LONG).is_err(), "it exists");
+        assert!(take(&place, &on("a", "3"), LONG).is_err(), "it exists");
         let rebooted = |host: &str| LeaseHolder {
             boot: "b2".into(),
             ..on(host, "3")
         };
-        place.take(&rebooted("b"), LONG).unwrap();
-        assert!(place.take(&on("b", "4"), LONG).is_err(), "another host b?");
+        take(&place, &rebooted("b"), LONG).unwrap();
+        assert!(
+            take(&place, &on("b", "4"), LONG).is_err(),
+            "another host b?"
+        );
         let known = "b id-of-the-machine";
         place.give_back(&rebooted("b")).unwrap();
-        place.take(&rebooted(known), LONG).unwrap();
-        place.take(&on(known, "4"), LONG).unwrap();
+        take(&place, &rebooted(known), LONG).unwrap();
+        take(&place, &on(known, "4"), LONG).unwrap();
     }
 
     #[test]
     fn many_at_once_one_wins() {
         let (_dir, place) = place();
-        place.take(&on("a", "1"), LONG).unwrap();
+        take(&place, &on("a", "1"), LONG).unwrap();
         older(&place, Duration::from_secs(301));
         let won = std::thread::scope(|scope| {
             let place = &place;
             let tries: Vec<_> = (0..8)
-                .map(|i| scope.spawn(move || place.take(&on(&format!("h{i}"), "c"), LONG).is_ok()))
+                .map(|i| {
+                    scope.spawn(move || take(place, &on(&format!("h{i}"), "c"), LONG).is_ok())
+                })
                 .collect();
             tries
                 .into_iter()
@@ -472,12 +552,12 @@ mod tests {
     fn a_lease_counts_for_as_long_as_its_holder_renews_it() {
         let (_dir, place) = place();
         let (a, b) = (on("a", "1"), on("b", "2"));
-        place.take(&a, LONG).unwrap();
+        take(&place, &a, LONG).unwrap();
         place.renew(&a).unwrap();
         older(&place, Duration::from_secs(200));
-        assert!(place.take(&b, Duration::from_secs(30)).is_err());
+        assert!(take(&place, &b, Duration::from_secs(30)).is_err());
         older(&place, Duration::from_secs(301));
-        place.take(&b, Duration::from_secs(30)).unwrap();
+        take(&place, &b, Duration::from_secs(30)).unwrap();
     }
 
     #[test]
@@ -486,7 +566,7 @@ mod tests {
         let (a, b) = (on("a", "1"), on("a", "2"));
         let reader = {
             let (place, a) = (place.clone(), a.clone());
-            place.take(&a, LONG).unwrap();
+            take(&place, &a, LONG).unwrap();
             std::thread::spawn(move || {
                 for _ in 0..2000 {
                     assert_eq!(place.taken_over(&a, true).unwrap(), None);
@@ -503,11 +583,11 @@ mod tests {
             ..a
         };
         place.give_back(&on("a", "1")).unwrap();
-        let lease = place.take(&gone, LONG).unwrap();
+        let lease = take(&place, &gone, LONG).unwrap();
         let shared = lease.share().unwrap();
         drop(lease);
-        assert!(place.take(&b, LONG).is_err());
+        assert!(take(&place, &b, LONG).is_err());
         drop(shared);
-        place.take(&b, LONG).unwrap();
+        take(&place, &b, LONG).unwrap();
     }
 }

@@ -6,12 +6,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
-use cryopod_archive::metadata::{MAX_METADATA_BYTES, Metadata, MetadataError};
-use cryopod_host::files::{if_there, open_regular, read_bounded_from};
+use cryopod_archive::metadata::{Metadata, MetadataError};
+use cryopod_host::files::if_there;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use serde::de::IgnoredAny;
 
 use super::{PARTIAL, Place, lock_file, remove_all, setting};
 
@@ -181,20 +180,12 @@ impl Needed {
 /// Reads what a checkpoint builds upon; `None` for a damaged one, which no version restores.
 fn metadata(path: &Path) -> io::Result<Option<Metadata>> {
     match Metadata::open(path) {
-        // A later version may have written any other.
-        Err(e @ (MetadataError::Invalid { .. } | MetadataError::TooLarge { .. }))
-            if !is_json(&path.join(names::METADATA)) =>
-        {
+        Err(e @ (MetadataError::Invalid { .. } | MetadataError::TooLarge { .. })) => {
             tracing::warn!("{e}");
             Ok(None)
         }
         read => read.map_err(io::Error::other),
     }
-}
-
-fn is_json(path: &Path) -> bool {
-    let text = open_regular(path).and_then(|file| read_bounded_from(file, MAX_METADATA_BYTES));
-    text.is_ok_and(|text| serde_json::from_slice::<IgnoredAny>(&text).is_ok())
 }
 
 #[cfg(test)]

@@ -22,8 +22,6 @@ pub const NAME: &str = "cryopod-lease";
 const LOOK: Duration = Duration::from_secs(1);
 /// The low-level runtime may take so long to make the container.
 const MAKING: Duration = Duration::from_secs(120);
-/// A lease may miss all renewals but one.
-const RENEWALS: u32 = 3;
 
 /// Starts the process for a container whose lease is noted, and that exists or is going to. It keeps the lease's lock until
 /// the container exists.
@@ -70,7 +68,7 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
     let null = File::open("/dev/null").map_err(|e| e.to_string())?;
     nix::unistd::dup2_stdin(&null).map_err(|e| e.to_string())?;
     loop {
-        std::thread::sleep(LOOK.min(limit / RENEWALS));
+        std::thread::sleep(LOOK.min(lease::period(limit)));
         // A later container of this id has another one.
         if !fs::symlink_metadata(path).is_ok_and(|found| found.ino() == note) {
             return Ok(());
@@ -82,7 +80,7 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
         } else if made.elapsed() > MAKING {
             return Ok(());
         }
-        if renewed.elapsed() >= limit / RENEWALS {
+        if renewed.elapsed() >= lease::period(limit) {
             renew(&place, &me)?;
             renewed = Moment::now();
         }
