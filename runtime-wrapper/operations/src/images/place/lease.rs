@@ -527,9 +527,7 @@ mod tests {
         let won = std::thread::scope(|scope| {
             let place = &place;
             let tries: Vec<_> = (0..8)
-                .map(|i| {
-                    scope.spawn(move || take(place, &on(&format!("h{i}"), "c"), LONG).is_ok())
-                })
+                .map(|i| scope.spawn(move || take(place, &on(&format!("h{i}"), "c"), LONG).is_ok()))
                 .collect();
             tries
                 .into_iter()

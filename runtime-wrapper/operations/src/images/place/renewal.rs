@@ -63,7 +63,7 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
     };
     let note = note.metadata().map_err(|e| e.to_string())?.ino();
     let (place, me) = lease::read_note(path).ok_or("the note cannot be read")?;
-    let (mut made, mut renewed) = (Instant::now(), Moment::now());
+    let (mut made, mut renewed) = (Instant::now(), RenewalTime::now());
     let mut lock = io::stdin().as_fd().try_clone_to_owned().ok();
     let null = File::open("/dev/null").map_err(|e| e.to_string())?;
     nix::unistd::dup2_stdin(&null).map_err(|e| e.to_string())?;
@@ -82,15 +82,15 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
         }
         if renewed.elapsed() >= lease::period(limit) {
             renew(&place, &me)?;
-            renewed = Moment::now();
+            renewed = RenewalTime::now();
         }
     }
 }
 
-/// A moment by two clocks: one does not count the time for which the host sleeps, the other may be set back.
-struct Moment(Instant, SystemTime);
+/// When the lease was renewed, by two clocks: one does not count the time for which the host sleeps, the other may be set back.
+struct RenewalTime(Instant, SystemTime);
 
-impl Moment {
+impl RenewalTime {
     fn now() -> Self {
         Self(Instant::now(), SystemTime::now())
     }
