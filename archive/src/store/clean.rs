@@ -10,7 +10,7 @@ use super::list::{StoreEntry, list, remove, removed_name};
 use super::origin::KnownOrigins;
 use super::{Reference, StoreError};
 use crate::bytes::staging;
-use crate::temporary::{Temporary, abandoned};
+use crate::temporary::abandoned;
 
 /// Age at which leftovers of a killed checkpoint are removed from a shared store. Another host may still be writing, and a
 /// network file system need not show its locks.
@@ -32,8 +32,7 @@ pub fn clean(
 ) -> Result<Vec<Reference>, StoreError> {
     sweep(store, Duration::ZERO);
     let entries = list(store)?;
-    let now = now(store);
-    let settled = |e: &&StoreEntry| now.duration_since(e.made).is_ok_and(|age| age >= grace);
+    let settled = |e: &&StoreEntry| e.made.elapsed().is_ok_and(|age| age >= grace);
     let may_go = |e: &&StoreEntry| e.origin.as_ref().is_some_and(|o| !o.elsewhere);
     if !entries.iter().any(|e| e.origin.is_some()) {
         return Ok(Vec::new());
@@ -78,14 +77,6 @@ pub fn clean(
         }
     }
     Ok(removed)
-}
-
-/// Returns the time by the clock of the store's file system, which a server may keep.
-fn now(store: &Path) -> SystemTime {
-    let prefix = format!(".{}", staging::MARK);
-    let probe = Temporary::file(store, prefix).and_then(|probe| probe.handle()?.metadata());
-    let now = probe.and_then(|about| about.modified());
-    now.unwrap_or_else(|_| SystemTime::now())
 }
 
 /// Notes where an entry is referred to that was not known.

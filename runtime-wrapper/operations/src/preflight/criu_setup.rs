@@ -208,9 +208,10 @@ impl CriuSetup<'_> {
         if let Some(limit) = self.request.config().nvidia.lock_timeout_ms {
             plugin.lock_timeout_ms = limit;
         }
-        // A step that hangs must end before the operation's limit does, and what is undone must have time.
+        // A longer operation's step may take longer. A step that exceeds its time counts as one that hangs, so a shorter
+        // operation is interrupted instead.
         let most_ms = (limit_s.saturating_mul(1000) / 3 * 2).min(MAX_TIMEOUT_MS);
-        plugin.step_timeout_ms = most_ms.max(1);
+        plugin.step_timeout_ms = plugin.step_timeout_ms.max(most_ms);
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;
