@@ -69,8 +69,8 @@ for signal in TERM INT HUP; do
     for stage in pre-dump network-lock; do
         rm -f /tmp/reached /tmp/go-on
         echo $stage > /tmp/stop-at
-        # A shell has its background jobs ignore SIGINT.
-        env --default-signal=INT cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
+        # What is ignored is no interrupt: a shell has its background jobs ignore SIGINT, and nohup SIGHUP.
+        env --default-signal cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
         wrapper=$!
         wait_for test -e /tmp/reached
         kill -$signal $wrapper
