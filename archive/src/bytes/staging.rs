@@ -1,7 +1,7 @@
 //! Creates files and directories that get their names only when they are complete and on disk.
 //!
-//! During writing, the data lies beside its final name as `.NAME.cryopod-partial-RANDOM` (a long name is cut), locked by its writer. When a
-//! writer is killed its lock goes, and the next writer of the same name removes the leftover.
+//! During writing, the data lies beside its final name as `.NAME.cryopod-partial-RANDOM` (a long name is cut), locked by
+//! its writer. When a writer is killed its lock goes, and the next writer of the same name removes the leftover.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};

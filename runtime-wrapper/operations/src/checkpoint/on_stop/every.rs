@@ -268,8 +268,8 @@ impl<'a> Attendance<'a> {
     }
 
     /// Checkpoints the container until it is gone, or has ended after an interrupt, for which it may take `stopping`.
-    /// `is_stopped`: it has had one already. `successor`: what this program becomes after an upgrade, for the driver agent is
-    /// of the new version, too.
+    /// `is_stopped`: it has had one already. `successor`: the program that takes over after an upgrade, as the driver agent
+    /// is of the new version, too.
     fn attend(
         mut self,
         period: Duration,
