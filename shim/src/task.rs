@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
@@ -18,14 +18,14 @@ use containerd_shim::api::{
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
-use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
+use containerd_shim::protos::ttrpc::{Code, Request, Response};
 
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
-use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
+use crate::ttrpc::responses::{KILLED, Pid, done, ended, reason};
 use crate::{criu, options, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
@@ -52,8 +52,9 @@ const EXIT: [u8; 2] = [1 << 3, 1];
 const RESUME: Duration = Duration::from_secs(30);
 /// Time limit for the stock shim to report the state of a container whose restore it is giving up.
 const STATE: Duration = Duration::from_secs(30);
-/// Time for the stock shim to learn that a container has ended.
+/// Time for a container's processes to end when CRIU has, and the interval between two looks.
 const EXIT_NOTICE: Duration = Duration::from_secs(1);
+const EXIT_PAUSE: Duration = Duration::from_millis(20);
 /// How long a CRIU without its runtime may work on.
 const CRIU_ENDS: Duration = Duration::from_secs(600);
 
@@ -91,7 +92,7 @@ impl Watched {
         match &self.call {
             TaskCall::Checkpoint(images) => Some(PackedCheckpoint {
                 id: self.id.clone(),
-                images: images.clone(),
+                images: images.path.clone(),
             }),
             _ => None,
         }
@@ -104,10 +105,38 @@ enum TaskCall {
     Start,
     State,
     Connect,
-    Checkpoint(PathBuf),
+    Checkpoint(WrittenImages),
     Delete,
     /// The request, for a second try.
     Resume(Vec<u8>),
+}
+
+/// Where a checkpoint's images go, and what was there before.
+#[derive(Debug)]
+struct WrittenImages {
+    path: PathBuf,
+    earlier: Option<Inventory>,
+}
+
+/// A file of CRIU's, by inode and time: it writes this one last.
+type Inventory = (u64, SystemTime);
+
+impl WrittenImages {
+    fn new(path: PathBuf) -> Self {
+        let earlier = Self::inventory(&path);
+        Self { path, earlier }
+    }
+
+    fn inventory(path: &Path) -> Option<Inventory> {
+        let meta = path.join(names::CRIU_INVENTORY).metadata().ok()?;
+        Some((meta.ino(), meta.modified().ok()?))
+    }
+
+    /// Whether CRIU has written all of them.
+    fn are_complete(&self) -> bool {
+        let now = Self::inventory(&self.path);
+        now.is_some() && now != self.earlier
+    }
 }
 
 pub struct Tasks {
@@ -162,7 +191,13 @@ impl Tasks {
 
     /// Changes a response that [`Self::request`] asked for.
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
-        let failed = !rpc::succeeded(&response);
+        let mut failed = !rpc::succeeded(&response);
+        if let (TaskCall::Checkpoint(images), true) = (&watched.call, failed)
+            && self.has_ended_with(&watched.id, images)
+        {
+            response = done();
+            failed = false;
+        }
         match (&watched.call, failed) {
             (TaskCall::Start | TaskCall::Checkpoint(_), true) => {
                 self.explain(&watched, &mut response)
@@ -187,7 +222,9 @@ impl Tasks {
                     return second;
                 }
             }
-            (TaskCall::Checkpoint(images), false) => self.make_another(&watched.id, images),
+            (TaskCall::Checkpoint(images), false) => {
+                self.make_another(&watched.id, &images.path);
+            }
             _ => {}
         }
         if matches!(watched.call, TaskCall::Start) {
@@ -199,31 +236,54 @@ impl Tasks {
     /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
         // It answers when the checkpoint has succeeded or failed.
-        let mut lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
-        let mut hangs = false;
-        if lives {
-            // A CRIU whose runtime was killed may complete the images and kill the container, of which the stock shim
-            // learns later.
-            let known = self
-                .lock()
-                .get(&checkpoint.id)
-                .map(|c| c.place.criu.clone());
-            let directories = known.unwrap_or_default();
-            let end = Instant::now() + CRIU_ENDS;
-            hangs = true;
-            while hangs && Instant::now() < end {
-                hangs = criu::works(&directories);
-                thread::sleep(EXIT_NOTICE);
-            }
-            let state = self.state(&checkpoint.id);
+        let lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
+        let after = match lives {
+            true => self.after_criu(&checkpoint.id),
+            false => AfterCriu::Ended,
+        };
+        match after {
+            AfterCriu::Lives => restore::discard(&checkpoint.images),
             // What a CRIU that hangs has written stays.
-            lives = !hangs && state.is_some_and(|s| is_started(&s) && has_process(&s));
+            AfterCriu::Ended | AfterCriu::Unknown => {
+                if checkpoint.images.join(names::METADATA).exists() {
+                    let hangs = after == AfterCriu::Unknown;
+                    keep(checkpoint, hangs, &self.log);
+                }
+            }
         }
-        if lives {
-            restore::discard(&checkpoint.images);
-        } else if checkpoint.images.join(names::METADATA).exists() {
-            keep(checkpoint, hangs, &self.log);
+    }
+
+    /// Waits for a CRIU whose runtime was killed: it may complete the images and end the container, of which the stock
+    /// shim learns later. Returns what has become of the container.
+    fn after_criu(&self, id: &str) -> AfterCriu {
+        let known = self.lock().get(id).map(|c| c.place.criu.clone());
+        let directories = known.unwrap_or_default();
+        let (start, mut idle_since) = (Instant::now(), None);
+        loop {
+            let works = criu::works(&directories);
+            let state = self.state(id);
+            let lives = state.is_some_and(|state| is_started(&state) && has_process(&state));
+            let now = Instant::now();
+            match works {
+                // The engine deletes it as soon as it knows: whoever waits for an answer gets it now.
+                false if !lives => return AfterCriu::Ended,
+                false if now.duration_since(*idle_since.get_or_insert(now)) >= EXIT_NOTICE => {
+                    return AfterCriu::Lives;
+                }
+                false => {}
+                true if now.duration_since(start) >= CRIU_ENDS => return AfterCriu::Unknown,
+                true => idle_since = None,
+            }
+            thread::sleep(EXIT_PAUSE);
         }
+    }
+
+    /// Returns true if a checkpoint that is said to have failed is complete, and has ended the container: the runtime was
+    /// killed after CRIU's end. containerd and docker remove the images of one that failed.
+    fn has_ended_with(&self, id: &str, images: &WrittenImages) -> bool {
+        let ended = images.are_complete() && self.after_criu(id) == AfterCriu::Ended;
+        // A CRIU that gives up after its last image lets the container go on, and the runtime removes it.
+        ended && images.are_complete()
     }
 
     /// Handles a call whose connection ended without a response: containerd is gone. The stock shim then ends a restore
@@ -294,9 +354,7 @@ impl Tasks {
         }
         if request.method == "Kill" {
             container.give_up();
-            let mut done = Response::new();
-            done.set_status(Status::new());
-            return Some(Fate::Answered(done));
+            return Some(Fate::Answered(done()));
         }
         Some(match container.given_up {
             true => Fate::Answered(ended()),
@@ -486,7 +544,11 @@ impl Tasks {
             }
             "Checkpoint" => {
                 let r: CheckpointTaskRequest = parsed(payload)?;
-                (TaskCall::Checkpoint(r.path.into()), r.id, String::new())
+                (
+                    TaskCall::Checkpoint(WrittenImages::new(r.path.into())),
+                    r.id,
+                    String::new(),
+                )
             }
             "Resume" => {
                 let r: ResumeRequest = parsed(payload)?;
@@ -580,6 +642,15 @@ fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
     let options = options.append(true).create(true).mode(0o600);
     let log = options.open(log);
     let _ = log.and_then(|mut log| writeln!(log, "level=error msg={:?}", printable(&said)));
+}
+
+/// What has become of a container when its CRIU has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AfterCriu {
+    Lives,
+    Ended,
+    /// CRIU hangs.
+    Unknown,
 }
 
 fn is_started(state: &StateResponse) -> bool {

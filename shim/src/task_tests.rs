@@ -1,6 +1,7 @@
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 
@@ -181,15 +182,17 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
         let number = format!("{}{}", std::process::id(), u8::from(kept));
         restore::temporary().join(format!("ctrd-checkpoint{number}"))
     };
-    let answers = thread::spawn(move || {
-        for pid in pids.into_iter().flat_map(|pid| [pid; 2]) {
-            let (mut client, _) = stock.accept().unwrap();
+    let asked_of = Arc::new(AtomicUsize::new(0));
+    let which = Arc::clone(&asked_of);
+    thread::spawn(move || {
+        while let Ok((mut client, _)) = stock.accept() {
+            let which = which.load(Ordering::Acquire);
             // The checkpoint may be complete only when the first answer comes.
-            std::fs::write(of(pid != pids[0]).join(names::METADATA), "{}").unwrap();
+            std::fs::write(of(which == 1).join(names::METADATA), "{}").unwrap();
             let mut frame = Frame::read(&mut client).unwrap().unwrap();
             let mut state = StateResponse::new();
             state.status = containerd_shim::api::Status::RUNNING.into();
-            state.pid = pid;
+            state.pid = pids[which];
             let mut response = rpc::failure(Code::OK, "");
             response.payload = state.write_to_bytes().unwrap();
             frame.header.type_ = MESSAGE_TYPE_RESPONSE;
@@ -201,6 +204,7 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
     let mut tasks = Tasks::new(None, upstream, "default");
     tasks.log = dir.path().join("log");
     for kept in [false, true] {
+        asked_of.store(usize::from(kept), Ordering::Release);
         let images = of(kept);
         std::fs::DirBuilder::new()
             .mode(0o700)
@@ -216,7 +220,6 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
         assert_eq!(said.contains(images.to_str().unwrap()), kept, "{said}");
         let _ = std::fs::remove_dir_all(images);
     }
-    answers.join().unwrap();
     child.wait().unwrap();
 }
 

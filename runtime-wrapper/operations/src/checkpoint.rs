@@ -260,7 +260,7 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
             if !alive(&request.host, state) && inventory() != earlier {
                 let images = request.images.display();
                 told.push_str(&format!(
-                    "; CRIU's images in {images} are complete: a restore brings it back"
+                    "; CRIU's images in {images} are complete: unless its engine removes them, a restore brings it back"
                 ));
             }
             log::error(&told);

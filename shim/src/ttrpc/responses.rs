@@ -14,13 +14,19 @@ const MAX_LOG_BYTES: u64 = 256 << 10;
 /// Exit code after SIGKILL.
 pub const KILLED: u32 = 137;
 
+/// The response to a call that answers nothing.
+pub fn done() -> Response {
+    let mut response = Response::new();
+    response.set_status(Status::new());
+    response
+}
+
 /// The response to Wait for a container that never ran.
 pub fn ended() -> Response {
     let mut wait = WaitResponse::new();
     wait.exit_status = KILLED;
     wait.exited_at = MessageField::some(Timestamp::now());
-    let mut response = Response::new();
-    response.set_status(Status::new());
+    let mut response = done();
     response.payload = wait.write_to_bytes().unwrap_or_default();
     response
 }

@@ -135,6 +135,25 @@ check 'a fresh container: the files are there' docker exec f12 sh -c '
 check 'a fresh container: what was deleted is not' docker exec f12 test ! -e /etc/group
 docker rm -f f1 f12 > /dev/null
 
+# The runtime is killed when CRIU has ended the container. docker removes the images of a checkpoint that failed.
+cat > /usr/local/sbin/criu << 'CRIU'
+#!/bin/bash
+code=0
+/usr/sbin/criu "$@" || code=$?
+if [ "$*" = 'swrk 3' ] && ! pgrep -f '^sh -c echo .* > /made' > /dev/null; then pkill -KILL -x cryopod-runtime; touch /tmp/struck; fi
+exit $code
+CRIU
+chmod +x /usr/local/sbin/criu
+plain k1 cryopod bridge
+checkpoint k1 cp
+rm /usr/local/sbin/criu
+check 'the runtime killed at the end: it was' test -e /tmp/struck
+wait_for running k1 false
+at=$(last k1)
+docker start --checkpoint cp k1
+check 'the runtime killed at the end: restored, it goes on' wait_for beyond k1 "$at"
+docker rm -f k1 > /dev/null
+
 # A checkpoint that cannot be restored
 plain b1 cryopod bridge
 checkpoint b1 cp
