@@ -55,7 +55,7 @@ if wait $engine; then exit 1; fi
 if grep "the container goes on running" /tmp/said; then
     wait_for counted c1 $(($(count c1) + 5))
 else
-    grep "the container is no longer running.*are complete: a restore brings it back" /tmp/said
+    grep "the container is no longer running.*are complete: unless its engine removes them, a restore brings it back" /tmp/said
     before=$(count c1)
     over() { [ "$(pod inspect -f '{{.State.Status}}' c1)" = exited ]; }
     wait_for over # podman knows it from conmon, a moment later

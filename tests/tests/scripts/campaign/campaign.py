@@ -293,7 +293,7 @@ class Fault:
         if container.engine != "podman" and verb != "prune":
             signals += ["shim", "stock", "containerd"] + (["dockerd"] if container.engine == "docker" else [])
         kind = rng.choices(["none", "kill", "stop", "space", "read-only", "driver"], [10, 50, 12, 12, 3, 14 if container.gpu() else 0])[0]
-        self.delay = rng.random() ** 3 * 0.4
+        self.delay = rng.random() ** 2 * 0.3
         self.pause, self.all = rng.choice([0.2, 0.7, 2, 5]), rng.random() < 0.4
         self.room = rng.choice([0, 4, 64, 200, 1000, 4000, 20000, 40000]) * 1024
         if kind in ("kill", "stop"):
@@ -301,7 +301,7 @@ class Fault:
             if self.who == "dockerd":  # one that is killed takes what it has just restored for stopped
                 self.what = "stop"
             if self.who in LONG_LIVED:
-                self.delay = rng.random() * 1.2
+                self.delay = rng.random() * 0.9
         elif kind == "space":
             own = {"podman": "/var/lib/containers", "docker": "/var/lib/docker", "ctr": "/var/lib/containerd"}[container.engine]
             self.what, self.who = kind, rng.choice([own, own, CP, CP, "/run/cryopod", "/tmp"])
@@ -315,7 +315,7 @@ class Fault:
                 switch, steps = ["hang-lock:1", "fail-get-state:1", "cuinit-race", "hang-checkpoint", "fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED"], ["lock", "checkpoint", "unlock"]
             switch += [f"fail-{s}:1" for s in steps] + [f"slow-{s}=1500:2" for s in steps]
             self.what, self.who = kind, rng.choice(switch)
-        self.skip, self.short = rng.choice([0, 0, 0, 1]), verb == "kill" or rng.random() < 0.25
+        self.skip, self.short = self.who != "client" and rng.random() < 0.25, verb == "kill" or rng.random() < 0.25
         self.over = threading.Event()
 
     def __str__(self):
