@@ -273,8 +273,22 @@ fn for_one(spec: &Spec) -> Option<&str> {
     spec.annotation(&key).filter(|_| !reserved)
 }
 
+/// Options of `create` and `run` that a restore cannot carry out.
+const NOT_OF_A_RESTORE: [&str; 4] = ["config", "keep", "pidfd-socket", "preserve-fds"];
+
 /// Rewrites the command line of `create` or `run` as that of a restore.
+///
+/// # Errors
+/// It asks for what a restore cannot do.
 fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
+    let asked = |name: &&&str| {
+        inv.flags.has(name) && inv.flags.value(name).is_none_or(|value| value != "0")
+    };
+    if let Some(name) = NOT_OF_A_RESTORE.iter().find(asked) {
+        return Err(Error::not_started(format!(
+            "a container cannot be created from a checkpoint with --{name}: leave it out"
+        )));
+    }
     let bundle = inv.bundle();
     let bundle = std::path::absolute(&bundle).map_err(Error::at(&bundle, "cannot be found"))?;
     let logs = bundle.join(LOGS);

@@ -54,6 +54,7 @@ use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state;
+use crate::request::state::ContainerState;
 use crate::restore::link_remaps::LinkRemaps;
 use crate::restore::new_container::NewContainer;
 use crate::run::application::{self, Moment};
@@ -99,6 +100,14 @@ fn restore(
     new: Option<&NewContainer>,
 ) -> Result<(ExitCode, GuardedBundle), Error> {
     let mut guarded = GuardedBundle::of(ctx, inv)?;
+    // The low-level runtime says so, too, but only when files of the checkpoint are in the container's root.
+    let there = state::directory(ctx, inv).exists();
+    if there && ContainerState::ask(ctx, inv, &SystemTools::from_env()).is_some() {
+        return Err(Error::Failed(format!(
+            "restore of {} refused, nothing was started: a container of this name is there already",
+            inv.id
+        )));
+    }
     let host = Host::system();
     let on_disk = Spec::of_bundle(&inv.bundle())?;
     let mut edits = preload::edits_of_restore(&checkpoint.images)?;

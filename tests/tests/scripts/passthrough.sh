@@ -95,6 +95,16 @@ table() {
     call /dev/null delete checkpoint
     call /dev/null kill restore
     cd $bundle
+    # Where a login session has its state directories: a stopped container is deleted without --force, as buildah does it.
+    export XDG_RUNTIME_DIR=/tmp/session
+    rm -rf $XDG_RUNTIME_DIR && mkdir -m 700 $XDG_RUNTIME_DIR
+    n=90
+    call /dev/null create c4
+    call /dev/null kill c4 KILL
+    wait_for sh -c "$r state c4 | grep -q stopped"
+    call /dev/null delete c4
+    (cd $XDG_RUNTIME_DIR && find . -mindepth 2) > "$out/session"
+    unset XDG_RUNTIME_DIR
 }
 
 for side in bare wrapped; do

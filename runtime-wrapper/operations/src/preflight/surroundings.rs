@@ -199,10 +199,11 @@ fn empty_directories(request: &Request<'_>) -> Vec<(PathBuf, PathBuf)> {
     let Some(root) = root.filter(|_| request.low() == RuntimeKind::Crun) else {
         return Vec::new();
     };
-    let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty());
-    let defaults = runtime_dir.map(|d| Path::new(&d).join("crun"));
-    let defaults = defaults.into_iter().chain([PathBuf::from("/run/crun")]);
-    let pairs = defaults.map(|default| (default.join(NAME), root.join(NAME)));
+    let mut defaults = vec![RuntimeKind::Crun.default_root(), "/run/crun".into()];
+    defaults.dedup();
+    let pairs = defaults
+        .into_iter()
+        .map(|default| (default.join(NAME), root.join(NAME)));
     pairs.collect()
 }
 

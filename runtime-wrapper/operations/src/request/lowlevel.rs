@@ -3,7 +3,10 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
+use cryopod_gpu_plan::gpus::own_nodes;
+use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_host::spec::Spec;
 
 use crate::config::Config;
 use crate::error::LowLevelError;
@@ -20,13 +23,29 @@ pub enum RuntimeKind {
 }
 
 impl RuntimeKind {
-    /// The directory for the containers' state, where the command line names none.
-    pub fn default_root(self) -> &'static str {
+    /// Returns the directory for the containers' state where the command line names none. runc's root user has it in
+    /// /run, crun's has not (`get_run_directory` of crun's utils, `shouldHonorXDGRuntimeDir` of runc).
+    pub fn default_root(self) -> PathBuf {
+        let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty());
+        self.root_in(own.as_deref().map(Path::new), is_a_user())
+    }
+
+    fn root_in(self, runtime_dir: Option<&Path>, is_a_user: bool) -> PathBuf {
+        let run = Path::new("/run");
         match self {
-            Self::Crun => "/run/crun",
-            Self::Runc => "/run/runc",
+            Self::Crun => runtime_dir.unwrap_or(run).join("crun"),
+            Self::Runc => (runtime_dir.filter(|_| is_a_user))
+                .unwrap_or(run)
+                .join("runc"),
         }
     }
+}
+
+/// Whether runc takes this process for a user's: not root, or root of a user namespace under another name.
+fn is_a_user() -> bool {
+    let named_root = || std::env::var_os("USER").is_some_and(|user| user == "root");
+    let within = || own_nodes::in_user_namespace(&Host::system(), &Spec::default());
+    !nix::unistd::geteuid().is_root() || within() && !named_root()
 }
 
 /// The low-level runtime.
@@ -132,6 +151,22 @@ mod tests {
             _: std::time::Duration,
         ) -> Result<Output, ToolError> {
             unreachable!("finding a runtime runs nothing")
+        }
+    }
+
+    #[test]
+    fn a_state_directory_is_where_the_runtime_has_it() {
+        use RuntimeKind::{Crun, Runc};
+        let own = Some(Path::new("/run/user/0"));
+        for (kind, own, is_a_user, want) in [
+            (Crun, None, false, "/run/crun"),
+            (Crun, own, false, "/run/user/0/crun"),
+            (Crun, own, true, "/run/user/0/crun"),
+            (Runc, None, true, "/run/runc"),
+            (Runc, own, false, "/run/runc"),
+            (Runc, own, true, "/run/user/0/runc"),
+        ] {
+            assert_eq!(kind.root_in(own, is_a_user), Path::new(want));
         }
     }
 

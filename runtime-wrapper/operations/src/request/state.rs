@@ -112,8 +112,8 @@ fn run(
 
 /// The directory in which the low-level runtime keeps what it knows of the container.
 pub fn directory(ctx: &Context, inv: &Invocation) -> PathBuf {
-    let root = inv.globals.root.as_deref();
-    root.unwrap_or_else(|| Path::new(ctx.low.kind.default_root()))
+    let root = inv.globals.root.clone();
+    root.unwrap_or_else(|| ctx.low.kind.default_root())
         .join(&inv.id)
 }
 

@@ -99,7 +99,7 @@ mkdir /srv/hooks
 cat > /srv/hook.sh << 'T'
 #!/bin/bash
 echo "$1 $(jq -r '"\(.status) \(.id) \(.pid)"') $(readlink /proc/self/ns/net)" >> /tmp/hooks
-[ ! -e "/tmp/fails-$1" ]
+[ ! -e "/tmp/fails-$1" ] || { echo "not today, ${HOOKED:-without it}" >&2 && exit 1; }
 T
 chmod 755 /srv/hook.sh
 hook() { # STAGE
@@ -139,10 +139,13 @@ truncate -s 30 "$from/damaged/mm-1.img"
 refused 'damaged' 'the checkpoint is untouched: mm-1.img: ends in the middle' --annotation dev.cryopod.restore=$from/damaged
 refused 'more than the spec gives' 'has capabilities in the images that the spec does not give' --cap-drop all --annotation dev.cryopod.restore=$from/c1
 
-pod() { hooked "$@"; }
+pod() { HOOKED='by the runtime' hooked "$@"; }
 touch /tmp/fails-createContainer
-refused 'a hook that fails' 'the createContainer hook /srv/hook.sh failed: exit status: 1' --annotation dev.cryopod.restore=$from/c1
+refused 'a hook that fails' 'the createContainer hook /srv/hook.sh failed: exit status: 1: not today, by the runtime' --annotation dev.cryopod.restore=$from/c1
 rm /tmp/fails-createContainer
+touch /tmp/fails-poststart
+refused 'a hook of start that fails' 'the poststart hook /srv/hook.sh failed' --annotation dev.cryopod.restore=$from/c1
+rm /tmp/fails-poststart
 hook startContainer
 refused 'a hook that cannot be run' 'has the startContainer hook /srv/hook.sh' --annotation dev.cryopod.restore=$from/c1
 pod() { podman --runtime cryopod-runtime "$@"; }

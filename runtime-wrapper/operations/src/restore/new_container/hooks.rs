@@ -15,15 +15,17 @@ use std::fs::File;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use cryopod_archive::format::text::printable;
 use cryopod_host::files::Host;
 use cryopod_host::limited;
 use cryopod_host::spec::Spec;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns, unshare};
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -38,8 +40,8 @@ const MOUNTS_MADE: &str = "post-setup-namespaces";
 /// CRIU's stage at which a container that need not wait for its start runs.
 const RUNNING: &str = "post-resume";
 
-/// How long a hook without a `timeout` may take.
-const LIMIT: Duration = Duration::from_secs(60);
+/// Characters of a hook's standard error that its failure is told with.
+const MAX_SAID: usize = 500;
 /// The namespaces of a createContainer hook besides its mount namespace, as `/proc/PID/ns` names them.
 const NAMESPACES: [(&str, CloneFlags); 3] = [
     ("net", CloneFlags::CLONE_NEWNET),
@@ -53,8 +55,8 @@ struct Hook {
     path: PathBuf,
     #[serde(default)]
     args: Vec<String>,
-    #[serde(default)]
-    env: Vec<String>,
+    /// Without it a hook has the runtime's.
+    env: Option<Vec<String>>,
     /// In seconds.
     timeout: Option<u64>,
 }
@@ -85,6 +87,8 @@ pub struct NewHooks {
     /// What the hooks read, but for the status and the process.
     state: Value,
     bundle: PathBuf,
+    /// How long one without a `timeout` may take.
+    limit: Duration,
 }
 
 impl NewHooks {
@@ -128,6 +132,7 @@ impl NewHooks {
                 "ociVersion": of_spec("ociVersion"), "id": id, "bundle": bundle, "annotations": of_spec("annotations"),
             }),
             bundle,
+            limit: ctx.config.limits.restore(0),
         })
     }
 
@@ -137,7 +142,9 @@ impl NewHooks {
             NAMESPACES_MADE => self.create_runtime(init),
             MOUNTS_MADE => self.create_container(init),
             RUNNING if !waits => {
-                self.poststart(init);
+                if let Err(e) = self.poststart(init) {
+                    tracing::error!("{e}");
+                }
                 Ok(())
             }
             _ => Ok(()),
@@ -165,14 +172,18 @@ impl NewHooks {
         Ok(())
     }
 
-    /// Runs those that follow the start. A failure is a warning, as the specification has it.
-    pub fn poststart(&self, init: i32) {
+    /// Runs those that follow the start.
+    ///
+    /// # Errors
+    /// One has failed, and the container is killed, as crun and runc do.
+    pub fn poststart(&self, init: i32) -> Result<(), Error> {
         for hook in &self.poststart {
             let ran = self.run(hook, "running", init, &mut hook.command());
-            if let Err(e) = ran.map_err(failed("poststart", hook)) {
-                tracing::warn!("{e}");
-            }
+            ran.map_err(failed("poststart", hook)).inspect_err(|_| {
+                let _ = kill(Pid::from_raw(init), Signal::SIGKILL);
+            })?;
         }
+        Ok(())
     }
 
     fn run(&self, hook: &Hook, status: &str, init: i32, command: &mut Command) -> io::Result<()> {
@@ -181,12 +192,16 @@ impl NewHooks {
             state.insert("status".into(), json!(status));
             state.insert("pid".into(), json!(init));
         }
-        command.current_dir(&self.bundle);
-        let limit = hook.timeout.map_or(LIMIT, Duration::from_secs);
+        command.current_dir(&self.bundle).stderr(Stdio::piped());
+        let limit = hook.timeout.map_or(self.limit, Duration::from_secs);
         let said = limited::run(command, Some(state.to_string().as_bytes()), limit)?;
         match said.status.success() {
             true => Ok(()),
-            false => Err(io::Error::other(said.status.to_string())),
+            false => {
+                let why = String::from_utf8_lossy(&said.stderr);
+                let why: String = printable(why.trim()).chars().take(MAX_SAID).collect();
+                Err(io::Error::other(format!("{}: {why}", said.status)))
+            }
         }
     }
 }
@@ -197,8 +212,10 @@ impl Hook {
         if let Some((name, args)) = self.args.split_first() {
             command.arg0(name).args(args);
         }
-        let env = self.env.iter().filter_map(|v| v.split_once('='));
-        command.env_clear().envs(env);
+        if let Some(env) = &self.env {
+            let env = env.iter().filter_map(|v| v.split_once('='));
+            command.env_clear().envs(env);
+        }
         // The wrapper blocks the signals that it watches.
         let with_signals = || Ok(SigSet::empty().thread_set_mask()?);
         // SAFETY: between fork and exec there is one system call.
