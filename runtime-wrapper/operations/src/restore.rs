@@ -34,7 +34,7 @@ use std::io::{self, PipeWriter, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::process::{Child, ExitCode};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use cryopod_gpu_plan::mapping::gpumap;
@@ -156,7 +156,7 @@ fn restore(
 /// A bundle that is locked while a container is restored into it. A process of its own removes the container if this one is
 /// killed: an engine's monitor (conmon) would wait for what the container prints, and never report the failure.
 pub struct GuardedBundle {
-    guard: Option<(PipeWriter, Child)>,
+    guard: Option<PipeWriter>,
     lock: BundleLock,
 }
 
@@ -219,19 +219,20 @@ impl GuardedBundle {
 
 impl Drop for GuardedBundle {
     fn drop(&mut self) {
-        if let Some((mut done, mut guard)) = self.guard.take() {
+        if let Some(mut done) = self.guard.take() {
+            // Killed from here on, this process leaves the container, which the engine takes for one that failed. So the
+            // guard is not waited for: dropped, the lock is free for all that share it.
             let _ = done.write_all(b".");
-            // It has the lock.
-            let _ = guard.wait();
         }
     }
 }
 
-fn start_guard(ctx: &Context, lock: OwnedFd) -> io::Result<(PipeWriter, Child)> {
+fn start_guard(ctx: &Context, lock: OwnedFd) -> io::Result<PipeWriter> {
     let (reader, done) = io::pipe()?;
     let mut command = child::detached(GuardedBundle::GUARD);
     command.args(&ctx.args).stdin(reader).stdout(lock);
-    Ok((done, command.spawn()?))
+    command.spawn()?;
+    Ok(done)
 }
 
 /// Removes the container's own GPU map, where root has given `cryopod import` another one.
