@@ -273,10 +273,7 @@ pub fn decode(kind: RuntimeKind, args: &[OsString]) -> Option<Invocation> {
     };
     let globals = Globals {
         root: flags.value("root").map(PathBuf::from),
-        log: flags
-            .value("log")
-            .filter(|l| !l.is_empty())
-            .map(PathBuf::from),
+        log: flags.value("log").and_then(|log| log_file(kind, log)),
         log_json: flags.value("log-format").is_some_and(|f| f == "json"),
         systemd_cgroup: flags.has("systemd-cgroup")
             || flags
@@ -316,6 +313,17 @@ pub fn decode(kind: RuntimeKind, args: &[OsString]) -> Option<Invocation> {
     })
 }
 
+/// Returns the file that a log is. crun has others, too: `[file:]PATH`, `journald:NAME`, `syslog:NAME`.
+fn log_file(kind: RuntimeKind, log: &OsStr) -> Option<PathBuf> {
+    let has = |prefix: &str| log.as_bytes().strip_prefix(prefix.as_bytes());
+    let path = match kind {
+        RuntimeKind::Runc => log.as_bytes(),
+        RuntimeKind::Crun if has("journald:").or(has("syslog:")).is_some() => return None,
+        RuntimeKind::Crun => has("file:").unwrap_or(log.as_bytes()),
+    };
+    (!path.is_empty()).then(|| OsStr::from_bytes(path).into())
+}
+
 /// Reads flags from `at` on. Returns them and the index of the first word that is not a flag.
 fn take_flags(
     kind: RuntimeKind,
@@ -331,6 +339,18 @@ fn take_flags(
         }
         if !text.starts_with(b"-") || text == b"-" {
             break;
+        }
+        // crun's short flags may have their value attached.
+        if kind == RuntimeKind::Crun
+            && let [b'-', flag, value @ ..] = text
+            && !value.is_empty()
+            && let Ok(short) = std::str::from_utf8(&[b'-', *flag])
+            && let Some((name, true)) = lookup(kind, set, short)
+        {
+            let value = Some(OsStr::from_bytes(value).into());
+            flags.0.push((name.to_owned(), value, at));
+            at += 1;
+            continue;
         }
         // A value may be a path of any bytes.
         let (word, inline) = match text.iter().position(|byte| *byte == b'=') {
@@ -367,6 +387,7 @@ fn lookup(kind: RuntimeKind, set: &[Flag], word: &str) -> Option<Flag> {
     // Records short flags under their long names.
     let canonical = |(n, v): Flag| match n {
         "b" => ("bundle", v),
+        "f" => ("config", v),
         "d" => ("detach", v),
         other => (other, v),
     };
@@ -405,6 +426,26 @@ mod tests {
 
     fn verb(kind: RuntimeKind, line: &str) -> Option<(Verb, usize)> {
         decode(kind, &words(line)).map(|i| (i.verb, i.verb_at))
+    }
+
+    #[test]
+    fn crun_s_own_ways_of_writing() {
+        let line = "--log=journald:c1 create -b/srv/b -f=c.json -no-subreaper c1";
+        let inv = decode(RuntimeKind::Crun, &words(line)).unwrap();
+        let value = |name| inv.flags.value(name).and_then(|v| v.to_str());
+        assert_eq!(
+            (inv.globals.log, value("bundle"), value("config")),
+            (None, Some("/srv/b"), Some("=c.json"))
+        );
+        for (kind, log, want) in [
+            (RuntimeKind::Crun, "file:/l", Some("/l")),
+            (RuntimeKind::Crun, "/l", Some("/l")),
+            (RuntimeKind::Crun, "syslog:c1", None),
+            (RuntimeKind::Crun, "", None),
+            (RuntimeKind::Runc, "file:/l", Some("file:/l")),
+        ] {
+            assert_eq!(log_file(kind, OsStr::new(log)), want.map(PathBuf::from));
+        }
     }
 
     #[test]
