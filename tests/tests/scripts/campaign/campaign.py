@@ -680,6 +680,8 @@ class Round:
             self.running(c, fault, between)
         elif ok and not fault.lossy():
             raise Violation(f"{c.name} is {c.status()} after a restore that succeeded")
+        elif ok and c.engine == "podman":  # it was killed after its restore, whose checkpoint podman has removed
+            c.remove()
         else:
             self.restore_now(c)
 
