@@ -626,6 +626,16 @@ pub fn has_all() -> bool {
         .all(|(_, p)| p.contents == Contents::Here)
 }
 
+/// Unmaps all memory whose contents are lost.
+pub fn unmap_empty() {
+    for (address, mapping, piece) in memory().map.movable_mappings() {
+        if mapping.mapped && piece.contents == Contents::Empty {
+            let _ = unmap_physical(address, mapping.bytes);
+            mapping.mapped = false;
+        }
+    }
+}
+
 /// Copies all pieces without contents from memory that holds them at their places.
 pub fn fill_from(contents: &[u8]) -> Result<(), c_int> {
     let mut memory = memory();
