@@ -1,4 +1,4 @@
-//! A process with `libcryopod_preload.so` goes on when nobody can reach the library any more.
+//! A process with `libcryopod_preload.so` goes on when the agent and the library lose each other.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -10,13 +10,17 @@ mod common;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Client, Machine, wait_for};
 use cryopod_cuda::copy::{Copier, Way};
+use cryopod_cuda::messages::protocol::{Hold, TakenOut};
+use cryopod_cuda::preload::process::Preloads;
 use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::{Card, MEMFD, Request};
 use cuda_sim::cuda::Cuda;
+use nix::sys::signal::Signal;
 use nix::sys::socket::{Shutdown, shutdown};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
@@ -47,7 +51,7 @@ fn cut_off(pid: i32) {
 
 /// One test: the environment of this process names the simulated machine.
 #[test]
-fn nobody_can_reach_the_library() {
+fn agent_and_library_lose_each_other() {
     let mut machine = Machine::new("--gpus 1");
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("CUSIM_DEV_ROOT", machine.path("dev")) };
@@ -94,4 +98,21 @@ fn nobody_can_reach_the_library() {
     cut_off(client.pid);
     wait_for("the driver's error", || client.text().contains("Error"));
     assert!(!client.text().contains("CORRUPT"));
+
+    late_answer(&mut machine);
+}
+
+/// The agent sends what lets it go on, although it has not answered.
+fn late_answer(machine: &mut Machine) {
+    let client = common::preloaded(machine, "");
+    let send = |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(client.pid), signal);
+    send(Signal::SIGSTOP).unwrap();
+    let (preloads, files) = (Arc::new(Preloads::default()), Arc::default());
+    let limit = Duration::from_millis(100);
+    let taken = preloads.take_out(client.pid, 1, limit, Hold::No, None, &files);
+    assert!(matches!(taken, Ok(TakenOut::LeftOut(_))), "{taken:?}");
+    send(Signal::SIGCONT).unwrap();
+    let began = Instant::now();
+    client.goes_on();
+    assert!(began.elapsed() < LIMIT);
 }
