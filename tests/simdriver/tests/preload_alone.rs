@@ -100,6 +100,7 @@ fn agent_and_library_lose_each_other() {
     assert!(!client.text().contains("CORRUPT"));
 
     late_answer(&mut machine);
+    endless_work(&mut machine);
 }
 
 /// The agent sends what lets it go on, although it has not answered.
@@ -115,4 +116,34 @@ fn late_answer(machine: &mut Machine) {
     let began = Instant::now();
     client.goes_on();
     assert!(began.elapsed() < LIMIT);
+}
+
+/// A wait for the GPU's work cannot be ended; there is one at a time.
+fn endless_work(machine: &mut Machine) {
+    let client = common::preloaded(machine, "");
+    let library = Library::of(client.pid).unwrap();
+    let threads = || {
+        let all = fs::read_dir(format!("/proc/{}/task", client.pid)).unwrap();
+        let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm"));
+        let names = all.flatten().filter_map(|thread| name(thread).ok());
+        names.filter(|name| name.trim() == "cryopod-wait").count()
+    };
+    let stop = |limit_ms| {
+        let hold_ms = 60_000;
+        library.ask(Request::Stop { limit_ms, hold_ms }, None, LIMIT)
+    };
+    let set = format!("set hang-synchronize@{}", client.pid);
+    machine.control(&set);
+    for _ in 0..3 {
+        let busy = stop(300).unwrap_err();
+        assert_eq!(busy.kind(), std::io::ErrorKind::ResourceBusy, "{busy}");
+        assert_eq!(threads(), 1);
+        client.goes_on();
+    }
+    machine.control("clear hang-synchronize");
+    drop(stop(50_000).unwrap());
+    client.stands_still();
+    assert_eq!(threads(), 0);
+    library.ask(Request::Go { filled: 0 }, None, LIMIT).unwrap();
+    client.goes_on();
 }

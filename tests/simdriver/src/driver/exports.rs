@@ -6,7 +6,9 @@ use super::exports_capture::{unsafe_call, wait};
 use super::memory::{self, Way};
 use super::process::{Gpu, Inner, api, init, process};
 use super::shared::{self, Kind};
+use super::steps;
 use crate::abi::*;
+use crate::wire::Step;
 
 pub fn code(r: Result<(), CuResult>) -> CuResult {
     r.err().unwrap_or(CUDA_SUCCESS)
@@ -96,7 +98,7 @@ exports! {
     fn cuCtxSetCurrent(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(memory::set_current)));
     fn cuCtxGetCurrent(ctx: *mut *mut c_void) =
         put(ctx, api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))));
-    fn cuCtxSynchronize() = code(api(|_| wait()));
+    fn cuCtxSynchronize() = code(api(|_| wait()).and_then(|()| steps::begin_alone(Step::Synchronize)));
     fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) = put(ptr, api(|i| {
         unsafe_call()?;
         memory::alloc(i, bytes as u64)
