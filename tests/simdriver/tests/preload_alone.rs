@@ -100,7 +100,9 @@ fn agent_and_library_lose_each_other() {
     assert!(!client.text().contains("CORRUPT"));
 
     late_answer(&mut machine);
-    endless_work(&mut machine);
+    for context in ["primary", "plain", "green"] {
+        endless_work(&mut machine, context);
+    }
 }
 
 /// The agent sends what lets it go on, although it has not answered.
@@ -118,9 +120,9 @@ fn late_answer(machine: &mut Machine) {
     assert!(began.elapsed() < LIMIT);
 }
 
-/// A wait for the GPU's work cannot be ended; there is one at a time.
-fn endless_work(machine: &mut Machine) {
-    let client = common::preloaded(machine, "");
+/// A wait for the GPU's work cannot be ended; there is one at a time. All contexts are waited for.
+fn endless_work(machine: &mut Machine, context: &str) {
+    let client = common::preloaded(machine, &format!("--context {context}"));
     let library = Library::of(client.pid).unwrap();
     let threads = || {
         let all = fs::read_dir(format!("/proc/{}/task", client.pid)).unwrap();

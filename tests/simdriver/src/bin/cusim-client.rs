@@ -29,6 +29,16 @@ enum Content {
     Half,
 }
 
+/// Which context it uses.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum UsedContext {
+    Primary,
+    /// One of `cuCtxCreate`, without a version
+    Plain,
+    /// A green one, after another one that ends before memory that is allocated in it
+    Green,
+}
+
 /// Holds device memory and checks it.
 #[derive(Clone, Parser)]
 struct Args {
@@ -43,6 +53,8 @@ struct Args {
     gpus: Vec<String>,
     #[arg(long, value_enum, default_value = "random")]
     content: Content,
+    #[arg(long, value_enum, default_value = "primary")]
+    context: UsedContext,
     /// Work in this many processes; process i uses the i-th GPU of the list alone, round and round
     #[arg(long, default_value_t = 1)]
     procs: usize,
@@ -145,8 +157,7 @@ fn run(
     };
     let (mut chunks, mut expected) = (Vec::new(), 0u64);
     for gpu in &gpus {
-        cuda.use_device(*gpu)
-            .with_context(|| format!("GPU {gpu}"))?;
+        use_context(&cuda, *gpu, args.context).with_context(|| format!("GPU {gpu}"))?;
         for (at, mib) in pieces(args.mib, args.chunk_mib) {
             let bytes = usize::try_from(mib << 20)?;
             let p = cuda
@@ -236,6 +247,22 @@ fn run(
         thread::sleep(next - Instant::now());
     }
     drop(leaked);
+    Ok(())
+}
+
+fn use_context(cuda: &Cuda, gpu: i32, context: UsedContext) -> Result<()> {
+    match context {
+        UsedContext::Primary => cuda.use_device(gpu)?,
+        UsedContext::Plain => cuda.plain_context(gpu)?,
+        UsedContext::Green => {
+            let first = cuda.green_context(gpu)?;
+            let memory = cuda.alloc(2 << 20)?;
+            cuda.destroy_green_context(first)?;
+            cuda.no_context()?;
+            cuda.free(memory).context("free after the context's end")?;
+            cuda.green_context(gpu)?;
+        }
+    }
     Ok(())
 }
 
