@@ -229,6 +229,13 @@ fn memory_leaves_and_comes_back() {
         assert!(more <= 6 << 20, "{more} bytes are not freed");
     }
 
+    // The wait for memory that is freed late is one that other threads see.
+    machine.control("set slow-synchronize=100");
+    let client = common::preloaded(&mut machine, "--frees-late");
+    client.goes_on();
+    machine.control("clear slow-synchronize");
+    machine.kill(&client);
+
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
     let client = common::preloaded(&mut machine, "--mib 64 --chunk-mib 32");
     let library = Library::of(client.pid).unwrap();
