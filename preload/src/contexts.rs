@@ -57,6 +57,12 @@ pub fn ended(device: i32) -> Option<usize> {
     (asked == 0 && active == 0).then(|| contexts.remove(at).handle)
 }
 
+/// The primary contexts that are no longer active; they are removed.
+pub fn all_ended() -> Vec<usize> {
+    let devices: Vec<i32> = contexts().iter().filter_map(|c| c.primary).collect();
+    devices.into_iter().filter_map(ended).collect()
+}
+
 /// Calls a function of the driver's that this library does not stand in front of.
 pub fn other_call<const N: usize>(name: &CStr, arguments: [usize; N]) -> c_int {
     // SAFETY: each caller here names a function with at most these arguments: numbers, and pointers to live locals.
@@ -67,8 +73,19 @@ pub fn other_call<const N: usize>(name: &CStr, arguments: [usize; N]) -> c_int {
 pub fn current() -> usize {
     let mut context = 0usize;
     match other_call(c"cuCtxGetCurrent", [&raw mut context as usize]) {
-        0 => context,
+        0 => known(context),
         _ => 0,
+    }
+}
+
+/// For a green context the primary one, which waits for it: a green context may be current in one thread only, and can
+/// end before the memory that was allocated in it.
+fn known(context: usize) -> usize {
+    let is_known = contexts().iter().any(|c| c.handle == context);
+    let primary = || current_device().and_then(primary);
+    match is_known || context == 0 {
+        true => context,
+        false => primary().unwrap_or(context),
     }
 }
 
@@ -81,7 +98,7 @@ pub fn of_stream(stream: usize) -> usize {
     let to = &raw mut context as usize;
     // The default streams are the current context's.
     match stream > DEFAULT_STREAM && other_call(c"cuStreamGetCtx", [stream, to]) == 0 {
-        true => context,
+        true => known(context),
         false => current(),
     }
 }

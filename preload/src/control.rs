@@ -20,6 +20,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(1);
+/// Until memory that could not be brought back is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
 /// Longest that a request may hold the calls.
 const LONGEST: Duration = Duration::from_secs(3600);
 
@@ -67,6 +69,8 @@ fn try_start() -> io::Result<()> {
             [&raw mut mode as usize, 0, 0],
         );
         serve(&own);
+        // Its number may be another file's by now.
+        let _ = own.into_raw_fd();
     };
     DESCRIPTORS[1].store(agents.as_raw_fd(), SeqCst);
     std::thread::Builder::new()
@@ -407,6 +411,29 @@ impl Control<'_> {
             false => return Err(Reason::Order),
         }
         Ok(())
+    }
+}
+
+/// Lets the calls go on, as nobody can ask for it any more: the program has closed the socket, say.
+impl Drop for Control<'_> {
+    fn drop(&mut self) {
+        // Their numbers may be the program's by now.
+        for fd in &DESCRIPTORS {
+            fd.store(-1, SeqCst);
+        }
+        memory::be_impatient();
+        state::give_up();
+        while matches!(self.state, State::Away) && self.fill().is_err() {
+            let in_file = self.kept.as_ref().map(Contents::map);
+            if self.untaken.is_empty() && !matches!(in_file, Some(Ok(_))) {
+                // Nobody has the contents. What uses the memory fails.
+                memory::unmap_empty();
+                break;
+            }
+            std::thread::sleep(AGAIN);
+        }
+        std::mem::forget((self.kept.take(), self.spare.take()));
+        self.go_on();
     }
 }
 

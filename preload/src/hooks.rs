@@ -240,17 +240,6 @@ hooks! {
         real!(cuStreamDestroy_v2, stream)
     }
 
-    fn cuCtxDestroy_v2(context: usize) {
-        gate::pass(|| {
-            let code = real!(cuCtxDestroy_v2, context);
-            if code == SUCCESS {
-                contexts::remove(context);
-                ended(context);
-            }
-            code
-        })
-    }
-
     fn cuDevicePrimaryCtxRetain(context: *mut usize, device: i32) {
         let code = real!(cuDevicePrimaryCtxRetain, context, device);
         if code == SUCCESS {
@@ -258,6 +247,29 @@ hooks! {
             contexts::add(unsafe { context.read() }, Some(device));
         }
         code
+    }
+
+    fn cuGreenCtxCreate(green: usize, resources: usize, device: i32, flags: usize) {
+        let code = real!(cuGreenCtxCreate, green, resources, device, flags);
+        if code == SUCCESS {
+            // It keeps the primary context, and whoever waits for that waits for it, too.
+            let mut primary = 0usize;
+            if real!(cuDevicePrimaryCtxRetain, &raw mut primary, device) == SUCCESS {
+                contexts::add(primary, Some(device));
+                let _ = real!(cuDevicePrimaryCtxRelease_v2, device);
+            }
+        }
+        code
+    }
+
+    fn cuGreenCtxDestroy(green: usize) {
+        gate::pass(|| {
+            let code = real!(cuGreenCtxDestroy, green);
+            if code == SUCCESS {
+                contexts::all_ended().into_iter().for_each(ended);
+            }
+            code
+        })
     }
 
     fn cuCtxEnablePeerAccess(context: usize, flags: usize) {
@@ -332,7 +344,24 @@ macro_rules! create_context {
         }
     )*};
 }
-create_context!(cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4);
+create_context!(cuCtxCreate cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4);
+
+macro_rules! destroy_context {
+    ($($name:ident)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(context: usize) -> c_int {
+            gate::pass(|| {
+                let code = real!($name, context);
+                if code == SUCCESS {
+                    contexts::remove(context);
+                    ended(context);
+                }
+                code
+            })
+        }
+    )*};
+}
+destroy_context!(cuCtxDestroy cuCtxDestroy_v2);
 
 /// Functions that may end a device's primary context.
 macro_rules! end_context {
@@ -349,7 +378,10 @@ macro_rules! end_context {
         }
     )*};
 }
-end_context!(cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2);
+end_context!(
+    cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
+    cuDevicePrimaryCtxReset cuDevicePrimaryCtxReset_v2
+);
 
 /// Forgets what ends with a context.
 fn ended(context: usize) {

@@ -2,7 +2,9 @@
 
 use crate::contexts;
 use cryopod_preload_wire::Reason;
-use std::sync::mpsc;
+use std::ffi::c_int;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
@@ -19,8 +21,20 @@ pub fn block_signals() {
     }
 }
 
-/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
+/// The wait that was given up last, if its thread has not ended yet.
+static UNENDED: Mutex<Option<mpsc::Receiver<c_int>>> = Mutex::new(None);
+
+/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it, one at a time.
 pub fn finished(until: Instant) -> Result<(), Reason> {
+    let left = || until.saturating_duration_since(Instant::now());
+    let mut unended = UNENDED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(earlier) = &*unended {
+        // What it has seen is not what has been enqueued since.
+        if earlier.recv_timeout(left()) == Err(RecvTimeoutError::Timeout) {
+            return Err(Reason::Busy);
+        }
+        *unended = None;
+    }
     let (sender, receiver) = mpsc::channel();
     let work = move || {
         block_signals();
@@ -37,9 +51,12 @@ pub fn finished(until: Instant) -> Result<(), Reason> {
         .stack_size(STACK)
         .spawn(work)
         .map_err(|_| Reason::Busy)?;
-    match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+    match receiver.recv_timeout(left()) {
         Ok(0) => Ok(()),
         Ok(code) => Err(Reason::Cuda(code.unsigned_abs())),
-        Err(_) => Err(Reason::Busy),
+        Err(_) => {
+            *unended = Some(receiver);
+            Err(Reason::Busy)
+        }
     }
 }

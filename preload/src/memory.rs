@@ -51,6 +51,8 @@ struct Memory {
     rdma: BTreeMap<i32, bool>,
     /// Some block is late.
     any_late: bool,
+    /// How many late blocks have been freed.
+    freed_late: u64,
     /// Until when an allocation that finds no memory is tried again: the driver agent holds some, and lets go of it.
     patient_until: Option<Instant>,
 }
@@ -171,6 +173,7 @@ impl Memory {
             peers: BTreeSet::new(),
             rdma: BTreeMap::new(),
             any_late: false,
+            freed_late: 0,
             patient_until: None,
         }
     }
@@ -254,9 +257,12 @@ pub fn be_impatient() {
 /// some. It waits outside of the gate, which a checkpoint may shut meanwhile.
 pub fn patiently(allocate: impl Fn() -> c_int) -> c_int {
     loop {
-        let until = memory().patient_until;
+        let (until, freed) = {
+            let memory = memory();
+            (memory.patient_until, memory.freed_late)
+        };
         match allocate() {
-            OUT_OF_MEMORY if gate::pass(free_late) => {}
+            OUT_OF_MEMORY if gate::pass(|| free_late(freed)) => {}
             OUT_OF_MEMORY if until.is_some_and(|until| Instant::now() < until) => {
                 std::thread::sleep(Duration::from_millis(10));
             }
@@ -286,8 +292,9 @@ pub fn free(address: u64) -> Option<c_int> {
     let block = block_at(address)?;
     let wait = || contexts::synchronize(block.context);
     let code = free_when(address, block, wait, permitted, || block.context)?;
-    if code == 0 {
-        free_late();
+    // Another thread that frees it need not be waited for.
+    if code == 0 && memory().any_late {
+        free_late(0);
     }
     Some(code)
 }
@@ -354,10 +361,13 @@ fn permitted() -> c_int {
 }
 
 /// Frees what the program has freed during a capture that has ended: where it waits for its work anyway, or wants memory.
-/// Returns true if there is more memory now.
-fn free_late() -> bool {
+/// Returns true if there is more memory than when so many late blocks had been freed, by this thread or another one, which
+/// it waits for.
+fn free_late(before: u64) -> bool {
+    static ONE: PerProcess<()> = PerProcess::new((), ());
+    let _one = ONE.lock();
     if gate::is_capturing() || !std::mem::take(&mut memory().any_late) {
-        return false;
+        return memory().freed_late > before;
     }
     let late: Vec<(u64, usize)> = {
         let memory = memory();
@@ -365,7 +375,6 @@ fn free_late() -> bool {
         late.filter_map(|(at, block)| Some((*at, block.late?)))
             .collect()
     };
-    let mut any = false;
     for (address, context) in late {
         let waited = contexts::synchronize(context);
         let mut memory = memory();
@@ -374,10 +383,10 @@ fn free_late() -> bool {
             let freed = (waited == 0).then(|| memory.free(address)).flatten();
             let is_free = matches!(freed, Some(Ok(())));
             memory.any_late |= !is_free;
-            any |= is_free;
+            memory.freed_late += u64::from(is_free);
         }
     }
-    any
+    memory().freed_late > before
 }
 
 /// Frees what `cuMemAlloc` made in a context that has ended, and what waited for its work.
@@ -624,6 +633,16 @@ pub fn has_all() -> bool {
         .map
         .movable()
         .all(|(_, p)| p.contents == Contents::Here)
+}
+
+/// Unmaps all memory whose contents are lost.
+pub fn unmap_empty() {
+    for (address, mapping, piece) in memory().map.movable_mappings() {
+        if mapping.mapped && piece.contents == Contents::Empty {
+            let _ = unmap_physical(address, mapping.bytes);
+            mapping.mapped = false;
+        }
+    }
 }
 
 /// Copies all pieces without contents from memory that holds them at their places.

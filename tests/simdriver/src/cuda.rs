@@ -142,6 +142,40 @@ impl Cuda {
         call!(self, c"cuCtxSetCurrent", ctx)
     }
 
+    /// Makes a context as old programs do, current in this thread.
+    pub fn plain_context(&self, device: i32) -> CuOutcome<()> {
+        let mut ctx: *mut c_void = std::ptr::null_mut();
+        call!(self, c"cuCtxCreate", &mut ctx, 0 as c_uint, device)
+    }
+
+    /// Makes a green context, current in this thread; returns it.
+    pub fn green_context(&self, device: i32) -> CuOutcome<usize> {
+        let mut ctx: *mut c_void = std::ptr::null_mut();
+        let none = std::ptr::null_mut::<c_void>();
+        call!(
+            self,
+            c"cuGreenCtxCreate",
+            &mut ctx,
+            none,
+            device,
+            1 as c_uint
+        )?;
+        let green = ctx;
+        call!(self, c"cuCtxFromGreenCtx", &mut ctx, green)?;
+        call!(self, c"cuCtxSetCurrent", ctx)?;
+        Ok(green.addr())
+    }
+
+    /// Makes no context current in this thread.
+    pub fn no_context(&self) -> CuOutcome<()> {
+        call!(self, c"cuCtxSetCurrent", std::ptr::null_mut::<c_void>())
+    }
+
+    pub fn destroy_green_context(&self, green: usize) -> CuOutcome<()> {
+        let green: *mut c_void = std::ptr::without_provenance_mut(green);
+        call!(self, c"cuGreenCtxDestroy", green)
+    }
+
     pub fn mem_info(&self) -> CuOutcome<(usize, usize)> {
         let (mut f, mut t) = (0usize, 0usize);
         call!(self, c"cuMemGetInfo_v2", &mut f, &mut t).map(|()| (f, t))

@@ -83,6 +83,7 @@ pub enum Step {
     Unmap = 6,
     Export = 7,
     Launch = 8,
+    Synchronize = 9,
 }
 
 pub fn send(mut s: &UnixStream, f: &Frame) -> io::Result<()> {

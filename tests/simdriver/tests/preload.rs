@@ -7,10 +7,9 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::{Client, Machine};
+use common::Machine;
 use cryopod_cuda::copy::{Copier, Imported, Way};
 use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::{FILLED as HAS_CONTENTS, Request, UNFILLED};
@@ -21,21 +20,6 @@ const STOP: Request = Request::Stop {
     limit_ms: 50_000,
     hold_ms: 120_000,
 };
-
-fn library() -> PathBuf {
-    let client = Path::new(env!("CARGO_BIN_EXE_cusim-client"));
-    let path = client.with_file_name("libcryopod_preload.so");
-    assert!(
-        path.exists(),
-        "{} is missing: cargo build --workspace",
-        path.display()
-    );
-    path
-}
-
-fn client(machine: &mut Machine, flags: &str) -> Client {
-    machine.client_env(flags, &[("LD_PRELOAD", library().to_str().unwrap())])
-}
 
 /// Takes the memory out; the contents.
 fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
@@ -91,7 +75,7 @@ fn memory_leaves_and_comes_back() {
 
     // Two GPUs, pieces larger than a buffer and smaller, threads that call the driver, allocations that come and go.
     let flags = "--mib 50 --chunk-mib 18 --gpus 0,1 --threads 3 --churn --fork-idle 1";
-    let client = client(&mut machine, flags);
+    let client = common::preloaded(&mut machine, flags);
     client.goes_on();
     let library = Library::of(client.pid).unwrap();
     // A forked child has the descriptors, and not the library's thread.
@@ -230,7 +214,7 @@ fn memory_leaves_and_comes_back() {
     for gpu in [0, 1] {
         let flags =
             format!("--mib 32 --chunk-mib 16 --threads 3 --frees --gpus {gpu} --interval-ms 20");
-        let client = self::client(&mut machine, &flags);
+        let client = common::preloaded(&mut machine, &flags);
         let library = Library::of(client.pid).unwrap();
         let before = machine.held(client.pid)[gpu];
         for _ in 0..3 {
@@ -245,8 +229,15 @@ fn memory_leaves_and_comes_back() {
         assert!(more <= 6 << 20, "{more} bytes are not freed");
     }
 
+    // The wait for memory that is freed late is one that other threads see.
+    machine.control("set slow-synchronize=100");
+    let client = common::preloaded(&mut machine, "--frees-late");
+    client.goes_on();
+    machine.control("clear slow-synchronize");
+    machine.kill(&client);
+
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
-    let client = self::client(&mut machine, "--mib 64 --chunk-mib 32");
+    let client = common::preloaded(&mut machine, "--mib 64 --chunk-mib 32");
     let library = Library::of(client.pid).unwrap();
     let mut memory = take_out(&copier, &library);
     // A part of it, and again: it has no contents yet.
@@ -266,7 +257,7 @@ fn memory_leaves_and_comes_back() {
 
     // A process that dies at any step is told at once, and its memory does not stay.
     for step in 0..4 {
-        let client = self::client(&mut machine, "--mib 32 --chunk-mib 16");
+        let client = common::preloaded(&mut machine, "--mib 32 --chunk-mib 16");
         let library = Library::of(client.pid).unwrap();
         let mut die = |now| {
             if step == now {

@@ -10,7 +10,7 @@ pub mod process;
 
 use crate::copy::Piece;
 use crate::procfs;
-use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, UNFILLED};
 use rustix::fs::fcntl_get_seals;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -227,8 +227,16 @@ impl Library {
     /// Says that the agent holds no memory of the process's pieces any more. Does not wait; a library that does not know of
     /// it needs nothing.
     pub fn let_go(&self) {
-        let said = wire::send_request(&self.socket, number(), Request::LetGo, &[], None);
-        if let Err(error) = said {
+        self.say(Request::LetGo);
+    }
+
+    /// Lets the calls go on, after what the library does now. Does not wait.
+    fn go_on(&self) {
+        self.say(Request::Go { filled: UNFILLED });
+    }
+
+    fn say(&self, request: Request) {
+        if let Err(error) = wire::send_request(&self.socket, number(), request, &[], None) {
             tracing::info!("the preload library: {error}");
         }
     }

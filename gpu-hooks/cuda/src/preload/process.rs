@@ -241,7 +241,11 @@ impl Preloads {
                 // The driver's own checkpoint of it would not end.
                 return Err(failed(ErrorKind::NotSupported, error.to_string()));
             }
-            Err(error) => return Ok(TakenOut::LeftOut(told(&error).message)),
+            Err(error) => {
+                // It may stop after this, and would wait as long as the hold.
+                library.go_on();
+                return Ok(TakenOut::LeftOut(told(&error).message));
+            }
         };
         let go = || library.ask(Request::Go { filled: UNFILLED }, None, MARGIN);
         if pieces.is_empty() {

@@ -29,6 +29,16 @@ enum Content {
     Half,
 }
 
+/// Which context it uses.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum UsedContext {
+    Primary,
+    /// One of `cuCtxCreate`, without a version
+    Plain,
+    /// A green one, after another one that ends before memory that is allocated in it
+    Green,
+}
+
 /// Holds device memory and checks it.
 #[derive(Clone, Parser)]
 struct Args {
@@ -43,6 +53,8 @@ struct Args {
     gpus: Vec<String>,
     #[arg(long, value_enum, default_value = "random")]
     content: Content,
+    #[arg(long, value_enum, default_value = "primary")]
+    context: UsedContext,
     /// Work in this many processes; process i uses the i-th GPU of the list alone, round and round
     #[arg(long, default_value_t = 1)]
     procs: usize,
@@ -70,6 +82,9 @@ struct Args {
     /// Free memory at every tick in the ways that programs do beside a capture, and in the threads ask what is at an address
     #[arg(long)]
     frees: bool,
+    /// Free all memory at every tick beside a capture, and allocate it again in two threads at once
+    #[arg(long)]
+    frees_late: bool,
     /// Fill the first so many MiB anew at every tick, as a training does with its parameters: the sum then tells the tick
     #[arg(long)]
     train_mib: Option<usize>,
@@ -145,8 +160,7 @@ fn run(
     };
     let (mut chunks, mut expected) = (Vec::new(), 0u64);
     for gpu in &gpus {
-        cuda.use_device(*gpu)
-            .with_context(|| format!("GPU {gpu}"))?;
+        use_context(&cuda, *gpu, args.context).with_context(|| format!("GPU {gpu}"))?;
         for (at, mib) in pieces(args.mib, args.chunk_mib) {
             let bytes = usize::try_from(mib << 20)?;
             let p = cuda
@@ -224,6 +238,9 @@ fn run(
         if args.frees {
             free_in_all_ways(&cuda, gpus.last().copied().unwrap_or(0))?;
         }
+        if args.frees_late {
+            free_late(cuda, gpus.last().copied().unwrap_or(0))?;
+        }
         let mut expected = expected;
         if let Some(rank) = &mut rank {
             (total, expected) = (rank.step()?, rank.expected);
@@ -236,6 +253,22 @@ fn run(
         thread::sleep(next - Instant::now());
     }
     drop(leaked);
+    Ok(())
+}
+
+fn use_context(cuda: &Cuda, gpu: i32, context: UsedContext) -> Result<()> {
+    match context {
+        UsedContext::Primary => cuda.use_device(gpu)?,
+        UsedContext::Plain => cuda.plain_context(gpu)?,
+        UsedContext::Green => {
+            let first = cuda.green_context(gpu)?;
+            let memory = cuda.alloc(2 << 20)?;
+            cuda.destroy_green_context(first)?;
+            cuda.no_context()?;
+            cuda.free(memory).context("free after the context's end")?;
+            cuda.green_context(gpu)?;
+        }
+    }
     Ok(())
 }
 
@@ -269,6 +302,27 @@ fn free_in_all_ways(cuda: &Cuda, gpu: i32) -> Result<()> {
         bail!("free in a capture: {forbidden:?}");
     }
     cuda.free(own).context("free after a capture")
+}
+
+/// What is freed beside a capture is there for two threads that allocate after it.
+fn free_late(cuda: Cuda, gpu: i32) -> Result<()> {
+    let half = cuda.mem_info()?.0 / 2 / (2 << 20) * (2 << 20);
+    let in_thread = |work: fn(Cuda, u64) -> Result<(), CuError>, on: u64| {
+        thread::spawn(move || cuda.use_device(gpu).and_then(|()| work(cuda, on)))
+    };
+    let all = cuda.alloc(2 * half).context("all memory")?;
+    let stream = cuda.capture().context("capture")?;
+    let freed = in_thread(|cuda, all| cuda.free(all), all).join();
+    cuda.end_capture(stream).context("the capture's end")?;
+    let allocate = |cuda: Cuda, half| cuda.alloc(half as usize).and_then(|p| cuda.free(p));
+    let threads = [(); 2].map(|()| in_thread(allocate, half as u64));
+    for result in [freed].into_iter().chain(threads.map(|one| one.join())) {
+        match result {
+            Ok(done) => done.context("memory that was freed late")?,
+            Err(_) => bail!("a thread died"),
+        }
+    }
+    Ok(())
 }
 
 /// Opens the control node, as a library beside the driver would.

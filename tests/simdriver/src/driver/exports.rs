@@ -1,12 +1,16 @@
 //! The exported symbols that a program uses. Signatures are those of `cuda.h`.
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::exports_capture::{unsafe_call, wait};
 use super::memory::{self, Way};
 use super::process::{Gpu, Inner, api, init, process};
 use super::shared::{self, Kind};
+use super::steps;
 use crate::abi::*;
+use crate::wire::Step;
 
 pub fn code(r: Result<(), CuResult>) -> CuResult {
     r.err().unwrap_or(CUDA_SUCCESS)
@@ -26,16 +30,28 @@ pub fn put<T>(to: *mut T, r: Result<T, CuResult>) -> CuResult {
 }
 
 const CONTEXT_TAG: usize = 0x00c0_da00;
+/// What the number of a green context has more than that of its device.
+const GREEN: usize = 1 << 8;
+static GREENS: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
-pub fn context(ordinal: usize) -> *mut c_void {
-    std::ptr::without_provenance_mut(CONTEXT_TAG + 16 * ordinal)
+fn greens() -> MutexGuard<'static, BTreeSet<usize>> {
+    GREENS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+pub fn context(number: usize) -> *mut c_void {
+    std::ptr::without_provenance_mut(CONTEXT_TAG + 16 * number)
+}
+
+/// The number of a context.
 fn ordinal(context: *mut c_void) -> Result<Option<usize>, CuResult> {
-    match context.addr() {
-        0 => Ok(None),
-        a if (CONTEXT_TAG..CONTEXT_TAG + 16 * 64).contains(&a) => Ok(Some((a - CONTEXT_TAG) / 16)),
-        _ => Err(CUDA_ERROR_INVALID_CONTEXT),
+    let number = match context.addr().checked_sub(CONTEXT_TAG) {
+        _ if context.is_null() => return Ok(None),
+        Some(at) => at / 16,
+        None => return Err(CUDA_ERROR_INVALID_CONTEXT),
+    };
+    match number < 64 || greens().contains(&number) {
+        true => Ok(Some(number)),
+        false => Err(CUDA_ERROR_INVALID_CONTEXT),
     }
 }
 
@@ -92,11 +108,16 @@ exports! {
         put(ctx, retain(dev).map(|o| { memory::set_current(Some(o)); context(o) }));
     fn cuCtxCreate_v4(ctx: *mut *mut c_void, _params: *const c_void, flags: c_uint, dev: CuDevice) =
         cuCtxCreate_v2(ctx, flags, dev);
+    fn cuCtxCreate(ctx: *mut *mut c_void, flags: c_uint, dev: CuDevice) = cuCtxCreate_v2(ctx, flags, dev);
     fn cuCtxDestroy_v2(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(|_| ())));
+    fn cuGreenCtxCreate(ctx: *mut *mut c_void, _resources: *mut c_void, dev: CuDevice, _flags: c_uint) =
+        put(ctx, retain(dev).map(|o| { greens().insert(GREEN + o); context(GREEN + o) }));
+    fn cuCtxFromGreenCtx(ctx: *mut *mut c_void, green: *mut c_void) = put(ctx, ordinal(green).map(|_| green));
+    fn cuGreenCtxDestroy(green: *mut c_void) = code(ordinal(green).map(|o| greens().retain(|g| Some(*g) != o)));
     fn cuCtxSetCurrent(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(memory::set_current)));
     fn cuCtxGetCurrent(ctx: *mut *mut c_void) =
-        put(ctx, api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))));
-    fn cuCtxSynchronize() = code(api(|_| wait()));
+        put(ctx, api(|_| Ok(memory::current_context().map_or(std::ptr::null_mut(), context))));
+    fn cuCtxSynchronize() = code(api(|_| wait()).and_then(|()| steps::begin_alone(Step::Synchronize)));
     fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) = put(ptr, api(|i| {
         unsafe_call()?;
         memory::alloc(i, bytes as u64)

@@ -120,7 +120,7 @@ thread_local! {
 
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> CuResult {
-    let below = memory::current();
+    let below = memory::current_context();
     let set = cuCtxSetCurrent(context);
     if set == CUDA_SUCCESS {
         STACK.with_borrow_mut(|stack| stack.push(below));
@@ -133,7 +133,7 @@ extern "C" fn cuCtxPopCurrent_v2(popped: *mut *mut c_void) -> CuResult {
     let Some(below) = STACK.with_borrow_mut(Vec::pop) else {
         return CUDA_ERROR_INVALID_CONTEXT;
     };
-    let was = memory::current().map_or(std::ptr::null_mut(), context);
+    let was = memory::current_context().map_or(std::ptr::null_mut(), context);
     memory::set_current(below);
     put(popped, Ok(was))
 }

@@ -28,8 +28,14 @@ pub fn set_current(ordinal: Option<usize>) {
     CURRENT.set(ordinal);
 }
 
-pub fn current() -> Option<usize> {
+/// The number of the context that is current in this thread.
+pub fn current_context() -> Option<usize> {
     CURRENT.get()
+}
+
+/// The device of the same; a green context has the device's number, and more.
+pub fn current() -> Option<usize> {
+    CURRENT.get().map(|number| number % 64)
 }
 
 pub fn gpu_of(inner: &Inner, ordinal: usize) -> Result<usize, CuResult> {

@@ -98,6 +98,24 @@ pub fn begin(
     Ok(Begun { step, start })
 }
 
+/// Begins a call that other threads do not wait for.
+pub fn begin_alone(step: Step) -> Result<(), CuResult> {
+    let f = process::api(|inner| inner.ask(op::STEP_BEGIN, &[step as u64, 0, 0]))?;
+    thread::sleep(Duration::from_millis(f[3]));
+    match f[1] {
+        directive::PROCEED => Ok(()),
+        directive::FAIL | directive::BREAK => {
+            Err(CuResult::try_from(f[2]).unwrap_or(CUDA_ERROR_UNKNOWN))
+        }
+        _ => {
+            while process::api(|inner| inner.ask(op::STILL_HANGING, &[step as u64]))?[1] == 1 {
+                thread::sleep(HANG_POLL);
+            }
+            Ok(())
+        }
+    }
+}
+
 /// Tells the server that a step ended.
 fn end(inner: &Inner, b: &Begun, bytes: u64) {
     let us = u64::try_from(b.start.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -31,7 +31,7 @@ hang-lock-forever    a lock that does not look at its timeout
 slow-STEP=MS         the step takes MS longer
 oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
 cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
-STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle), launch (cuLaunchKernel). NAME[=VALUE][:COUNT][/SKIP][@PID]";
+STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, unmap (cuMemUnmap), export (cuMemExportToShareableHandle), launch (cuLaunchKernel), synchronize (cuCtxSynchronize). NAME[=VALUE][:COUNT][/SKIP][@PID]";
 
 impl FromStr for Fault {
     type Err = anyhow::Error;

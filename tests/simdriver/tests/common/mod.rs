@@ -8,7 +8,7 @@
 )]
 
 use std::fs::{self, File};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -250,6 +250,18 @@ pub fn children(pid: i32) -> Vec<i32> {
     text.split_whitespace()
         .map(|p| p.parse().unwrap())
         .collect()
+}
+
+/// Starts a client with the preload library.
+pub fn preloaded(machine: &mut Machine, flags: &str) -> Client {
+    let client = Path::new(env!("CARGO_BIN_EXE_cusim-client"));
+    let library = client.with_file_name("libcryopod_preload.so");
+    assert!(
+        library.exists(),
+        "{} is missing: cargo build --workspace",
+        library.display()
+    );
+    machine.client_env(flags, &[("LD_PRELOAD", library.to_str().unwrap())])
 }
 
 /// Waits for something, five minutes at most.
