@@ -9,11 +9,14 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use age::secrecy::ExposeSecret;
+use age::x25519::Identity;
 use cryopod_archive::format::limits::Limits;
 use cryopod_archive::pack::{Destination, PackOptions, pack};
-use cryopod_archive::source::Source;
+use cryopod_archive::source::{InPlace, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::vram::{self, ReadOptions, Vram, VramError, places};
+use cryopod_archive::{Error, Identities, Recipients};
 
 static NEVER: AtomicBool = AtomicBool::new(false);
 
@@ -39,7 +42,17 @@ fn checkpoint(dir: &Path) -> (PathBuf, Vec<u8>) {
 }
 
 fn read(images: &Path, search: &[PathBuf], check: bool) -> Result<Vec<u8>, VramError> {
-    let vram = Vram::open_with(images, None, search)?.unwrap();
+    read_with(images, search, check, &[])
+}
+
+fn read_with(
+    images: &Path,
+    search: &[PathBuf],
+    check: bool,
+    keys: &[PathBuf],
+) -> Result<Vec<u8>, VramError> {
+    let mut vram = Vram::open_with(images, None, search)?.unwrap();
+    vram.unlock(keys);
     let mut memory = vec![0; 70 << 20];
     let options = ReadOptions {
         check,
@@ -47,6 +60,17 @@ fn read(images: &Path, search: &[PathBuf], check: bool) -> Result<Vec<u8>, VramE
     };
     vram.read(0, &mut memory, &options, &NEVER)?;
     Ok(memory)
+}
+
+fn shards_of(source: &Source) -> Result<Vec<InPlace>, Error> {
+    let found = source.find_shards(&Limits::default())?;
+    source.shards_in_place(found)
+}
+
+fn key(path: PathBuf) -> (PathBuf, String) {
+    let identity = Identity::generate();
+    fs::write(&path, identity.to_string().expose_secret()).unwrap();
+    (path, identity.to_public().to_string())
 }
 
 #[test]
@@ -66,7 +90,7 @@ fn in_every_form_that_is_not_compressed() {
         let to = Destination::parse(to.trim_start_matches(':'));
         pack(&source, &to, &PackOptions::default()).unwrap();
         let packed = Source::open(&path).unwrap();
-        let shards = packed.shards_in_place(&Limits::default()).unwrap();
+        let shards = shards_of(&packed).unwrap();
         let names: Vec<_> = shards.iter().map(|shard| shard.name.as_str()).collect();
         if !in_place {
             assert!(names.is_empty(), "{form}: {names:?}");
@@ -130,7 +154,7 @@ fn places_are_for_one_table() {
     let tar = Destination::parse(dir.path().join("a.tar").to_str().unwrap());
     pack(&Source::open(&root).unwrap(), &tar, &PackOptions::default()).unwrap();
     let source = Source::open(tar.path()).unwrap();
-    let shards = source.shards_in_place(&Limits::default()).unwrap();
+    let shards = shards_of(&source).unwrap();
     let away = dir.path().join("away");
     fs::create_dir(&away).unwrap();
     let images = root.join("checkpoint");
@@ -148,4 +172,84 @@ fn places_are_for_one_table() {
     fs::write(&places, "no list").unwrap();
     let error = read(&images, &[away], true).unwrap_err().to_string();
     assert!(error.contains("not a list of places"), "{error}");
+}
+
+#[test]
+fn encrypted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, memory) = checkpoint(dir.path());
+    let source = Source::open(&root).unwrap();
+    let (ours, recipient) = key(dir.path().join("ours"));
+    let (theirs, _) = key(dir.path().join("theirs"));
+    let recipients = Recipients::parse(&[recipient]).unwrap();
+    for form in ["oci:layout", "oci-archive:image.tar"] {
+        let (kind, name) = form.split_once(':').unwrap();
+        let path = dir.path().join(name);
+        let to = Destination::parse(&format!("{kind}:{}", path.display()));
+        let options = PackOptions {
+            recipients: recipients.clone(),
+            ..Default::default()
+        };
+        pack(&source, &to, &options).unwrap();
+        let mut packed = Source::open(&path).unwrap();
+        assert!(matches!(shards_of(&packed), Err(Error::NoKey { .. })));
+        packed.unlock(&Identities::read(std::slice::from_ref(&ours)));
+        let shards = shards_of(&packed).unwrap();
+        assert_eq!(shards.len(), 2, "{form}");
+        let options = UnpackOptions {
+            leave: shards.iter().map(|s| (s.name.clone(), s.bytes)).collect(),
+            ..Default::default()
+        };
+        let whole = dir.path().join(format!("{name}.whole"));
+        unpack(&packed, &whole, &options).unwrap();
+        let images = whole.join("checkpoint");
+        let away = dir.path().join(format!("{name}.away"));
+        fs::create_dir(&away).unwrap();
+        places::write(&images, &shards, &away).unwrap();
+        let search = [away];
+        let read = |keys: &[&PathBuf]| {
+            let keys: Vec<_> = keys.iter().map(|key| (*key).clone()).collect();
+            read_with(&images, &search, false, &keys)
+        };
+        assert!(read(&[&theirs, &ours]).unwrap() == memory, "{form}");
+        let refused = |keys: &[&PathBuf], why: &str| {
+            let error = read(keys).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+            assert!(error.contains(shards[1].path.to_str().unwrap()), "{error}");
+        };
+        if kind == "oci-archive" {
+            refused(&[], "there is no identity");
+            refused(&[&theirs], "none of 1 identities");
+        }
+
+        // One bit of the header, the first piece, one in the middle, the last.
+        let at = shards[1].age.unwrap();
+        let file = fs::File::options()
+            .read(true)
+            .write(true)
+            .open(&shards[1].path)
+            .unwrap();
+        for at in [30, 1000, 9 << 20, at.bytes - 1].map(|n| at.at + n) {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, at).unwrap();
+            file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+            let error = read(&[&ours]).unwrap_err().to_string();
+            assert!(error.contains(shards[1].path.to_str().unwrap()), "{error}");
+            file.write_all_at(&byte, at).unwrap();
+        }
+        assert!(read(&[&ours]).unwrap() == memory, "{form}");
+        file.set_len(at.at + at.bytes - 1).unwrap();
+        refused(&[&ours], "changed while it was imported");
+
+        // Less of it is no stream, wherever that ends.
+        let text = fs::read_to_string(search[0].join("vram-places.json")).unwrap();
+        for less in [1, 16, 65552, at.bytes - 100] {
+            let was = format!("{{\"at\":{},\"bytes\":{}}}", at.at, at.bytes);
+            let is = format!("{{\"at\":{},\"bytes\":{}}}", at.at, at.bytes - less);
+            assert!(text.contains(&was), "{text}");
+            let places = search[0].join("vram-places.json");
+            fs::write(places, text.replace(&was, &is)).unwrap();
+            refused(&[&ours], shards[1].path.to_str().unwrap());
+        }
+    }
 }

@@ -5,15 +5,14 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use age::stream::StreamReader;
 use age::{DecryptError, Decryptor, Encryptor, IdentityFile, ssh, x25519};
 
-use super::hash::{HashStream, Tee};
-use super::stream::Section;
+use super::stream::{Section, Stream};
 use crate::error::{Bad, Error};
 
 /// The most bytes of a header: some hundred recipients. `age` reads it into memory, at a cost that grows with its square.
@@ -128,13 +127,14 @@ impl Identities {
         }
     }
 
-    /// Opens a stream of the archive at `path`. The caller reads it to its end, which proves that it is whole.
-    pub(crate) fn decrypt<'h>(
+    /// Opens a stream of the archive at `path`, which `input` reads. The caller reads it to its end, which proves that it
+    /// is whole.
+    pub(crate) fn decrypt<R: Read>(
         &self,
-        stored: Section,
-        hash: Option<&'h HashStream>,
+        stored: &Section,
+        input: R,
         path: &Path,
-    ) -> Result<Decrypted<'h>, Error> {
+    ) -> Result<Decrypted<R>, Error> {
         let read = |e| Error::from_io(path, "read it", e);
         let damaged = |reason: String| Error::bad(path, Bad::Encryption(reason));
         let mut start = Vec::new();
@@ -144,12 +144,8 @@ impl Identities {
         if !end.is_some_and(|end| start[end + 1..].contains(&b'\n')) {
             return Err(damaged("it has no header of age".into()));
         }
-        let tee = Tee {
-            inner: stored,
-            hash,
-        };
         // A buffer for the header: `age` reads larger pieces past it, which are small enough for memory to be used again.
-        let decryptor = Decryptor::new_buffered(BufReader::new(tee));
+        let decryptor = Decryptor::new_buffered(BufReader::new(input));
         let keys = self.keys.iter().map(|key| &**key as &dyn age::Identity);
         let opened = decryptor.and_then(|decryptor| decryptor.decrypt(keys));
         opened.map(Decrypted).map_err(|e| match e {
@@ -160,6 +156,18 @@ impl Identities {
             },
             other => damaged(other.to_string()),
         })
+    }
+
+    /// Opens a stream of the archive at `path` to read parts of it.
+    pub(crate) fn decrypt_parts(&self, stored: &Section, path: &Path) -> Result<Parts, Error> {
+        let mut stream = self.decrypt(stored, stored.clone(), path)?;
+        let seek = |e| Error::from_io(path, "read it", e);
+        // Decrypts the last piece, which proves the length.
+        let bytes = stream.0.seek(SeekFrom::End(0)).map_err(age_error);
+        let bytes = bytes.map_err(seek)?;
+        let mut parts = Parts { stream, bytes };
+        parts.go_to(0).map_err(seek)?;
+        Ok(parts)
     }
 
     fn why_none_fits(&self) -> String {
@@ -176,15 +184,50 @@ impl Identities {
 }
 
 /// What an `age` stream holds.
-pub(crate) struct Decrypted<'h>(StreamReader<BufReader<Tee<'h, Section>>>);
+pub(crate) struct Decrypted<R>(StreamReader<BufReader<R>>);
 
-impl Read for Decrypted<'_> {
+impl<R: Read> Read for Decrypted<R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        // Errors of the file itself have an errno; all others come from `age`.
-        self.0.read(buf).map_err(|e| match e.raw_os_error() {
-            Some(_) => e,
-            None => Bad::Encryption(e.to_string()).into(),
-        })
+        self.0.read(buf).map_err(age_error)
+    }
+}
+
+/// Errors of the file itself have an errno; all others come from `age`.
+fn age_error(e: io::Error) -> io::Error {
+    match e.raw_os_error() {
+        Some(_) => e,
+        None => Bad::Encryption(e.to_string()).into(),
+    }
+}
+
+/// An `age` stream whose parts are read in any order: it is decrypted in pieces of 64 KiB.
+pub(crate) struct Parts {
+    stream: Decrypted<Section>,
+    bytes: u64,
+}
+
+impl Parts {
+    /// # Errors
+    /// The stream is shorter. `age` would panic if the position were in its last piece.
+    pub(crate) fn go_to(&mut self, at: u64) -> io::Result<()> {
+        if at > self.bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let gone = self.stream.0.seek(SeekFrom::Start(at));
+        gone.map(drop).map_err(age_error)
+    }
+}
+
+impl Read for Parts {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.stream.read(buf)
+    }
+}
+
+impl Stream for Parts {
+    fn skip(&mut self, n: u64) -> io::Result<()> {
+        let at = self.stream.0.stream_position()?;
+        self.go_to(at.saturating_add(n))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads byte streams: a section of a file, and decompression with bounds.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Seek};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -111,6 +111,20 @@ impl Read for Section {
         let n = self.file.read_at(&mut buf[..len], self.at)?;
         self.at += n as u64;
         Ok(n)
+    }
+}
+
+/// Positions are the file's.
+impl Seek for Section {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let to = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+            SeekFrom::End(by) => self.end.checked_add_signed(by),
+        };
+        let to = to.filter(|to| *to <= self.end);
+        self.at = to.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
     }
 }
 

@@ -29,7 +29,7 @@ use crate::store::Found;
 
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
-pub use in_place::InPlace;
+pub use in_place::{FoundShard, InPlace};
 pub use place::ArchivePlace;
 pub(crate) use tarball::visit_tar;
 

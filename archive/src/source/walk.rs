@@ -11,7 +11,7 @@ use super::tarball::Tarball;
 use super::{Layer, Source, SourceInner, Visitor, visit_tar};
 use crate::bytes::decode::{Decoder, Digests, Hash};
 use crate::bytes::encryption::Identities;
-use crate::bytes::hash::HashStream;
+use crate::bytes::hash::{HashStream, Tee};
 use crate::bytes::stream::{Allowance, Section};
 use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
@@ -249,7 +249,11 @@ impl<'r> Raw<'r> {
         };
         // The digest is that of the stored bytes; `age` proves the others.
         let hash = HashStream::new();
-        let plain = identities.decrypt(section, Some(&hash), path)?;
+        let tee = Tee {
+            inner: section.clone(),
+            hash: Some(&hash),
+        };
+        let plain = identities.decrypt(&section, tee, path)?;
         self.decoded(plain, Hash::No, decoder, limits, path, visitor)?;
         let blob = hash.finish().map_err(Error::io(path, "read it"))?;
         Ok(Digests {

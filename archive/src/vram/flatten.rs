@@ -71,13 +71,13 @@ fn run(
                 return Err(VramError::Cancelled);
             }
             let kind = vram.as_stored(*number, scratch, &mut plain)?;
-            let (shard, place) = shards.append(&mut own, scratch)?;
+            let (shard, place) = shards.append(&mut own, &scratch.stored)?;
             let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
             let row = &mut table[*number];
             *row = Chunk {
                 kind,
                 shard,
-                stored: scratch.len() as u32,
+                stored: scratch.stored.len() as u32,
                 place,
                 digest: row.digest,
             };

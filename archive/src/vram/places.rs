@@ -6,9 +6,10 @@
 //! an archive that is read in place.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +17,7 @@ use cryopod_host::files::{own_directory, read_bounded_from};
 
 use super::file::open_file;
 use super::{ChunkDigest, VramError, VramIndex};
+use crate::bytes::stream::Section;
 use crate::format::names;
 use crate::source::InPlace;
 
@@ -26,17 +28,7 @@ pub(super) struct Places {
     /// Digest of the VRAM files' table.
     table: String,
     /// By the shard's name in the image directory.
-    shards: BTreeMap<String, ShardPlace>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct ShardPlace {
-    pub(super) path: PathBuf,
-    device: u64,
-    inode: u64,
-    /// Offset of the shard in the file.
-    pub(super) at: u64,
-    pub(super) bytes: u64,
+    shards: BTreeMap<String, InPlace>,
 }
 
 /// Writes the file of places into a directory, for the table of an image directory.
@@ -45,14 +37,7 @@ pub fn write(images: &Path, shards: &[InPlace], directory: &Path) -> Result<(), 
     let index = VramIndex::read(&open_file(&table)?, &table)?;
     let shards = shards.iter().map(|shard| {
         let name = shard.name.rsplit('/').next().unwrap_or_default();
-        let place = ShardPlace {
-            path: shard.path.clone(),
-            device: shard.device,
-            inode: shard.inode,
-            at: shard.at,
-            bytes: shard.bytes,
-        };
-        (name.to_owned(), place)
+        (name.to_owned(), shard.clone())
     });
     let places = Places {
         table: index.digest.to_string(),
@@ -82,22 +67,24 @@ pub(super) fn find(search: &[PathBuf], table: ChunkDigest) -> Result<Option<Plac
 }
 
 impl Places {
-    pub(super) fn of(&self, shard: &str) -> Option<&ShardPlace> {
+    pub(super) fn of(&self, shard: &str) -> Option<&InPlace> {
         self.shards.get(shard)
     }
 }
 
-impl ShardPlace {
-    /// Opens the file that the shard lies in.
+impl InPlace {
+    /// Opens the section of the file that is the shard, or the `age` stream with the shard.
     ///
     /// # Errors
     /// It is another file by now.
-    pub(super) fn open(&self) -> Result<File, VramError> {
+    pub(crate) fn open(&self) -> Result<Section, VramError> {
         let file = open_file(&self.path)?;
         let meta = file
             .metadata()
             .map_err(VramError::io(&self.path, "cannot be read"))?;
-        let end = self.at.checked_add(self.bytes);
+        let age = self.age.map(|age| (age.at, age.bytes));
+        let (at, bytes) = age.unwrap_or((self.at, self.bytes));
+        let end = at.checked_add(bytes);
         if (meta.dev(), meta.ino()) != (self.device, self.inode)
             || end.is_none_or(|end| end > meta.len())
         {
@@ -106,6 +93,6 @@ impl ShardPlace {
                 self.path.display()
             )));
         }
-        Ok(file)
+        Ok(Section::new(Arc::new(file), at, bytes))
     }
 }

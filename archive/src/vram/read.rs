@@ -1,7 +1,7 @@
 //! Reads shards into memory, and verifies them.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -10,16 +10,29 @@ use std::sync::{Mutex, PoisonError};
 use super::codec::decode;
 use super::file::open_file;
 use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
-use super::places::{self, Places, ShardPlace};
+use super::places::{self, Places};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
+use crate::bytes::encryption::{Identities, Parts};
+use crate::bytes::stream::Section;
+use crate::error::Error;
 use crate::format::names;
+use crate::source::InPlace;
 use crate::store::{self, Found};
 
 /// Longest chain of VRAM files that build on each other.
 const MAX_DEPTH: usize = 1024;
 
-/// A thread's work. It polls whether to stop, and has its own buffer.
-type ReadWork<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
+/// A thread's work. It polls whether to stop, and has memory of its own.
+type ReadWork<'a> = dyn Fn(&dyn Fn() -> bool, &mut Scratch) -> Result<(), VramError> + Sync + 'a;
+
+/// What a thread keeps between chunks.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// A chunk as it is stored.
+    pub(super) stored: Vec<u8>,
+    /// The encrypted shard that it has read last, by its table and number.
+    open: Option<((ChunkDigest, u16), Parts)>,
+}
 
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
@@ -47,16 +60,25 @@ pub struct Vram {
     shards: Vec<OpenShard>,
     lengths: Vec<u32>,
     parent: Option<Box<Vram>>,
+    identities: Identities,
 }
 
 /// An open shard.
 #[derive(Debug)]
 struct OpenShard {
-    file: File,
     path: PathBuf,
-    /// Offset of the shard in the file; `None` for a file of its own.
-    inside: Option<u64>,
+    content: Content,
     bytes: u64,
+}
+
+#[derive(Debug)]
+enum Content {
+    /// A file of its own.
+    Alone(File),
+    /// A part of an archive.
+    Inside(Section),
+    /// In an archive's `age` stream, at this offset of what that holds.
+    Encrypted(Section, u64),
 }
 
 impl OpenShard {
@@ -66,18 +88,20 @@ impl OpenShard {
             .metadata()
             .map_err(VramError::io(&path, "cannot be read"))?;
         Ok(Self {
-            file,
             path,
-            inside: None,
+            content: Content::Alone(file),
             bytes: meta.len(),
         })
     }
 
-    fn in_archive(place: &ShardPlace) -> Result<Self, VramError> {
+    fn in_archive(place: &InPlace) -> Result<Self, VramError> {
+        let section = place.open()?;
         Ok(Self {
-            file: place.open()?,
             path: place.path.clone(),
-            inside: Some(place.at),
+            content: match place.age {
+                None => Content::Inside(section),
+                Some(_) => Content::Encrypted(section, place.at),
+            },
             bytes: place.bytes,
         })
     }
@@ -268,6 +292,7 @@ impl Vram {
             dir: dir.to_owned(),
             shards,
             parent: None,
+            identities: Identities::default(),
         };
         if vram.index.parent.is_some() {
             vram.parent = open_parent(&vram.index, Some(dir), opening)?.map(Box::new);
@@ -300,6 +325,14 @@ impl Vram {
             }
         }
         Ok(())
+    }
+
+    /// Reads the keys for shards that are encrypted, if there are any.
+    pub fn unlock(&mut self, identities: &[PathBuf]) {
+        let encrypted = |shard: &OpenShard| matches!(shard.content, Content::Encrypted(..));
+        if self.shards.iter().any(encrypted) {
+            self.identities = Identities::read(identities);
+        }
     }
 
     /// The VRAM files on which these build.
@@ -415,7 +448,7 @@ impl Vram {
         let failed = AtomicBool::new(false);
         let stop = || failed.load(Relaxed) || cancel.load(Relaxed);
         let one = || {
-            let mut scratch = Vec::new();
+            let mut scratch = Scratch::default();
             let done = work(&stop, &mut scratch);
             failed.fetch_or(done.is_err(), Relaxed);
             done
@@ -429,7 +462,7 @@ impl Vram {
         number: usize,
         to: &mut [u8],
         check: bool,
-        scratch: &mut Vec<u8>,
+        scratch: &mut Scratch,
     ) -> Result<(), VramError> {
         let chunk = self.index.chunks[number];
         let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
@@ -444,16 +477,17 @@ impl Vram {
             (ChunkKind::Parent, None) => {
                 return Err(VramError::Invalid("a chunk of no parent".into()));
             }
-            (ChunkKind::Raw, _) => self.stored(&chunk, to)?,
+            (ChunkKind::Raw, _) => self.stored(&chunk, to, &mut scratch.open)?,
             (ChunkKind::Lz4 | ChunkKind::Zstd, _) => {
-                scratch.resize(chunk.stored as usize, 0);
-                self.stored(&chunk, scratch)?;
-                decode(chunk.kind, scratch, to).map_err(|what| {
+                let Scratch { stored, open } = scratch;
+                stored.resize(chunk.stored as usize, 0);
+                self.stored(&chunk, stored, open)?;
+                decode(chunk.kind, stored, to).map_err(|what| {
                     VramError::damaged(&self.shard(&chunk), format!("chunk {number}: {what}"))
                 })?;
             }
         }
-        let check = check || self.of(&chunk).inside.is_some();
+        let check = check || !matches!(self.of(&chunk).content, Content::Alone(_));
         if check && ChunkDigest::of(to) != chunk.digest {
             let what = format!("chunk {number} does not fit its digest");
             return Err(VramError::damaged(&self.shard(&chunk), what));
@@ -461,11 +495,11 @@ impl Vram {
         Ok(())
     }
 
-    /// Returns a chunk in its stored form, wherever it lies, after checking its digest; `plain` is a scratch buffer.
+    /// Returns a chunk in its stored form in `scratch`, wherever it lies, after checking its digest; `plain` is a buffer.
     pub(super) fn as_stored(
         &self,
         number: usize,
-        stored: &mut Vec<u8>,
+        scratch: &mut Scratch,
         plain: &mut Vec<u8>,
     ) -> Result<ChunkKind, VramError> {
         let mut at = (self, number);
@@ -480,8 +514,9 @@ impl Vram {
             };
         };
         let (vram, number) = at;
+        let Scratch { stored, open } = scratch;
         stored.resize(chunk.stored as usize, 0);
-        vram.stored(&chunk, stored)?;
+        vram.stored(&chunk, stored, open)?;
         let bad = |what: String| {
             VramError::damaged(&vram.shard(&chunk), format!("chunk {number}: {what}"))
         };
@@ -508,17 +543,42 @@ impl Vram {
         self.of(chunk).path.clone()
     }
 
-    fn stored(&self, chunk: &Chunk, to: &mut [u8]) -> Result<(), VramError> {
+    fn stored(
+        &self,
+        chunk: &Chunk,
+        to: &mut [u8],
+        open: &mut Option<((ChunkDigest, u16), Parts)>,
+    ) -> Result<(), VramError> {
         let shard = self.of(chunk);
-        let at = shard.inside.unwrap_or(0).saturating_add(chunk.place);
-        shard
-            .file
-            .read_exact_at(to, at)
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::UnexpectedEof => {
-                    VramError::damaged(&shard.path, "shorter than it was")
-                }
-                _ => VramError::io(&shard.path, "cannot be read")(error),
-            })
+        let read = match &shard.content {
+            Content::Alone(file) => file.read_exact_at(to, chunk.place),
+            Content::Inside(section) => {
+                let at = section.at().saturating_add(chunk.place);
+                section.file().read_exact_at(to, at)
+            }
+            Content::Encrypted(section, at) => {
+                let key = (self.index.digest, chunk.shard);
+                let parts = match open.take() {
+                    Some((of, parts)) if of == key => parts,
+                    _ => self.decrypt(section, &shard.path)?,
+                };
+                let (_, parts) = open.insert((key, parts));
+                let gone = parts.go_to(at.saturating_add(chunk.place));
+                gone.and_then(|()| parts.read_exact(to))
+            }
+        };
+        read.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => VramError::damaged(&shard.path, "shorter than it was"),
+            _ => match Error::from_io(&shard.path, "read it", error) {
+                Error::Bad { bad, .. } => VramError::damaged(&shard.path, bad.to_string()),
+                Error::Io { source, .. } => VramError::io(&shard.path, "cannot be read")(source),
+                other => VramError::Invalid(other.to_string()),
+            },
+        })
+    }
+
+    fn decrypt(&self, section: &Section, path: &Path) -> Result<Parts, VramError> {
+        let parts = self.identities.decrypt_parts(section, path);
+        parts.map_err(|e| VramError::Invalid(e.to_string()))
     }
 }

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::Identities;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::format::names;
-use cryopod_archive::source::Source;
+use cryopod_archive::source::{InPlace, Source};
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
 use cryopod_archive::vram::parent::WantedParent;
 use cryopod_host::files::bytes_below;
@@ -17,6 +18,19 @@ use crate::{one_line, terminal::ui};
 /// Reads the keys for encrypted archives, which a decoder could not.
 pub fn identities() -> anyhow::Result<Identities> {
     Ok(Config::load()?.encrypt.identities())
+}
+
+/// Finds the shards that a restore can read in the archive.
+pub fn shards_in_place(source: &Source) -> anyhow::Result<Vec<InPlace>> {
+    if source.is_encrypted() && !Config::load()?.encrypt.is_the_runtimes() {
+        return Ok(Vec::new());
+    }
+    let found = Decoding::of(source.path())?.run(|| {
+        let limits = Limits::default();
+        let found = source.reopen(&limits)?.find_shards(&limits)?;
+        Ok(serde_json::to_vec(&found)?)
+    })?;
+    Ok(source.shards_in_place(serde_json::from_slice(&found)?)?)
 }
 
 /// The longest chain of checkpoints that is followed.

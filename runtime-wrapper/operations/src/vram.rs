@@ -180,6 +180,7 @@ pub fn restore(request: &Request<'_>, metadata: &Metadata) -> Result<VramConfig,
         digest: metadata.gpu.vram.as_ref().map(|facts| facts.digest.clone()),
         directory: Some(directory.canonicalize().map_err(Error::io(what))?),
         search: config.search(),
+        identities: config.encrypt.identities.clone(),
         ..vram
     })
 }

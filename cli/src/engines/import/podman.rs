@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use cryopod_archive::format::limits::Limits;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
@@ -108,7 +107,7 @@ impl ImportParts {
             .run()?;
         let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;
         let whole = temp.path().join("whole");
-        let shards = source.shards_in_place(&Limits::default())?;
+        let shards = confined::shards_in_place(source)?;
         let options = UnpackOptions {
             leave: shards.iter().map(|s| (s.name.clone(), s.bytes)).collect(),
             ..UnpackOptions::default()

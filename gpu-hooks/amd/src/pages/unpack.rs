@@ -28,9 +28,10 @@ pub fn unpack(
     };
     let digest: ChunkDigest = facts.digest.parse()?;
     let vram = Vram::open_with(images, Some(digest), &config.search).map_err(|e| e.to_string())?;
-    let Some(vram) = vram.filter(|v| v.index.regions.iter().any(|r| is_pages(&r.id))) else {
+    let Some(mut vram) = vram.filter(|v| v.index.regions.iter().any(|r| is_pages(&r.id))) else {
         return Ok(None);
     };
+    vram.unlock(&config.identities);
     let beside = images.parent().unwrap_or(images);
     // What restores that were killed have left.
     for (path, _lock) in temporary::leftovers(beside, PREFIX).unwrap_or_default() {

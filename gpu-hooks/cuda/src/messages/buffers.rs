@@ -40,6 +40,9 @@ pub struct VramConfig {
     /// Restore: the checkpoint's own directory, where CRIU is given another.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub directory: Option<PathBuf>,
+    /// Restore: files with the keys for encrypted shards. The plugin does not get their names, nor names them: CRIU could.
+    #[serde(skip)]
+    pub identities: Vec<PathBuf>,
     /// Tests only (a plugin built with the feature `test-hooks`): the step that fails, by name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub test_fail_at: Option<String>,
@@ -61,6 +64,7 @@ impl Default for VramConfig {
             check: true,
             digest: None,
             directory: None,
+            identities: Vec::new(),
             test_fail_at: None,
         }
     }

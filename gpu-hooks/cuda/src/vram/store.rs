@@ -46,6 +46,8 @@ struct Inner {
     ending: usize,
     together: Together,
     ceiling: Ceiling,
+    /// Files with the keys for encrypted shards.
+    identities: Vec<PathBuf>,
 }
 
 struct Buffer {
@@ -129,6 +131,10 @@ impl VramFiles {
 
     pub fn bound(&self, ceiling: Ceiling) {
         self.inner().ceiling = ceiling;
+    }
+
+    pub fn unlock_with(&self, identities: Vec<PathBuf>) {
+        self.inner().identities = identities;
     }
 
     /// Refuses more memory than a process may have.

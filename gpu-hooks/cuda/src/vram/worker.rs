@@ -79,6 +79,8 @@ pub enum Job {
         check: bool,
         threads: usize,
         search: Vec<PathBuf>,
+        /// Files with the keys for encrypted shards.
+        identities: Vec<PathBuf>,
     },
 }
 
@@ -261,6 +263,7 @@ fn run(job: &Job) -> Result<VramDone, String> {
             check,
             threads,
             search,
+            identities,
         } => {
             let options = ReadOptions {
                 threads: *threads,
@@ -268,7 +271,12 @@ fn run(job: &Job) -> Result<VramDone, String> {
                 zeroed: true,
             };
             open(dir, digest.as_deref(), search)
-                .and_then(|vram| load(vram, dir, memory, &options))
+                .and_then(|mut vram| {
+                    if let Some(vram) = &mut vram {
+                        vram.unlock(identities);
+                    }
+                    load(vram, dir, memory, &options)
+                })
                 .map_err(|error| format!("the GPU memory cannot be read: {error}"))
         }
     }

@@ -1,7 +1,7 @@
 //! Runs the driver agent: loads NVIDIA's libcuda once and makes every driver call of one checkpoint or restore, so that
 //! CRIU's own process never does.
 //!
-//! `cryopod-cuda-agent --socket PATH [--report FILE] [--libcuda PATH]...`
+//! `cryopod-cuda-agent --socket PATH [--report FILE] [--libcuda PATH]... [--identity FILE]...`
 //!
 //! Started before the freeze, because `cuInit` is slow. Prints one line of JSON when it listens or has given up. Ends
 //! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
@@ -35,6 +35,7 @@ struct Arguments {
     socket: PathBuf,
     report: Option<PathBuf>,
     libraries: Vec<PathBuf>,
+    identities: Vec<PathBuf>,
 }
 
 fn arguments() -> Result<Arguments, String> {
@@ -52,6 +53,7 @@ fn arguments() -> Result<Arguments, String> {
             "--socket" => parsed.socket = value()?,
             "--report" => parsed.report = Some(value()?),
             "--libcuda" => parsed.libraries.push(value()?),
+            "--identity" => parsed.identities.push(value()?),
             _ => return Err(format!("unknown argument {name}")),
         }
     }
@@ -187,6 +189,7 @@ fn main() -> ExitCode {
     let library = cuda.path().to_owned();
     let agent = Agent::new(cuda);
     agent.vram_files().bound(ceiling);
+    agent.vram_files().unlock_with(arguments.identities);
     agent.preloads().gpus.use_driver(library, &hello.gpus);
     let server = Arc::new(Server {
         agent,

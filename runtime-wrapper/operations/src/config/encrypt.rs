@@ -28,4 +28,11 @@ impl EncryptOptions {
     pub fn identities(&self) -> Identities {
         Identities::read(&self.identities)
     }
+
+    /// Returns true if a runtime that an engine starts has the same identities: it has another directory and another
+    /// environment.
+    pub fn is_the_runtimes(&self) -> bool {
+        let host = std::env::var_os("CRYOPOD_CONFIG").is_none();
+        host && self.identities.iter().all(|path| path.is_absolute())
+    }
 }

@@ -78,21 +78,24 @@ impl RunningAgent {
             .map(PathBuf::as_path);
         let program = find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
         let limit = Duration::from_secs(config.limits.agent_s);
-        Self::start(program, &config.nvidia, op, limit)
+        Self::start(program, config, op, limit)
     }
 
     /// Starts the agent and waits until it is ready. On failure nothing is left running.
     pub fn start(
         program: PathBuf,
-        config: &Nvidia,
+        config: &Config,
         op: &Operation,
         limit: Duration,
     ) -> Result<Self, AgentError> {
         let mut command = Command::new(&program);
         command.arg("--socket").arg(op.file(SOCKET));
         command.arg("--report").arg(op.file(REPORT));
-        for library in &config.libcuda {
+        for library in &config.nvidia.libcuda {
             command.arg("--libcuda").arg(library);
+        }
+        for identity in &config.encrypt.identities {
+            command.arg("--identity").arg(identity);
         }
         if let Some(lock) = op.lock_of_agent.as_ref().map(AsRawFd::as_raw_fd) {
             // SAFETY: between fork and exec only fcntl is called, which is async-signal-safe.

@@ -97,6 +97,14 @@ rm -r /dev/shm/job /dev/shm/plain
 
 check 'verify' cryopod verify -q oci-archive:/tmp/job.tar
 check 'inspect' sh -c 'cryopod inspect oci-archive:/tmp/job.tar | grep -q job'
+# Only a restore that reads the GPU memory in the archive finds this damage while it reads that memory.
+block=$(tar -tvRf /tmp/job.tar | sort -n -k 5 | sed -n '$s/^block \([0-9]*\):.*/\1/p')
+damage /tmp/job.tar $(((block + 10000) * 512))
+if cryopod import oci-archive:/tmp/job.tar -e podman --restore -q > /tmp/said 2>&1; then echo 'imported a damaged archive' && exit 1; fi
+check 'import of a damaged archive: refused' says /tmp/said 'GPU memory cannot be read: /tmp/job.tar: .*cannot be decrypted'
+check 'import of a damaged archive: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
+podman rm -f -t 0 job > /dev/null 2>&1 || true
+damage /tmp/job.tar $(((block + 10000) * 512)) # as it was
 check 'import' cryopod import oci-archive:/tmp/job.tar -e podman --restore -q
 check 'import: the sum goes on' goes_on job
 pod rm -f -t 0 job > /dev/null

@@ -68,6 +68,7 @@ impl VramFiles {
             check: options.check,
             threads: options.threads,
             search: config.search.clone(),
+            identities: self.inner().identities.clone(),
         };
         self.start(job, directory, None)?;
         Ok(shared)
