@@ -88,6 +88,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let mut edited = None;
     if let Ok(spec) = Spec::of_bundle(&bundle) {
         check_switches(&spec)?;
+        application::check(&ctx.config, &spec)?;
         on_stop::check(ctx, inv, &spec)?;
         let mut edits: Vec<Box<dyn Edit>> = Vec::new();
         if let Some(named) = named(&spec) {
