@@ -255,9 +255,11 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
         config.gpu.allow_others = OtherGpus::Never;
     }
     // A copy has no peers, and what the checkpoint's connections led to may still talk to another copy.
-    let kept = spec.annotation(TCP_ESTABLISHED).is_some();
     let options = &mut config.criu.options;
-    if !kept && !options.contains_key("tcp-established") {
+    let configured = options.get("tcp-established") == Some(&CriuValue::Flag(true));
+    // The restore refuses another word.
+    let kept = spec.switch(TCP_ESTABLISHED).unwrap_or(None);
+    if !kept.unwrap_or(configured) {
         let close = options.entry("tcp-close".into());
         close.or_insert(CriuValue::Flag(true));
     }
@@ -344,6 +346,36 @@ mod tests {
         assert!(now().contains("UV_USE_IO_URING=0") && now().contains(WITHOUT));
         drop(edited);
         assert_eq!(now(), taken, "the low-level runtime could not be started");
+    }
+
+    #[test]
+    fn a_copy_closes_the_connections_unless_it_is_to_keep_them() {
+        let closes = |annotation: Option<&str>, configured: Option<bool>| {
+            let annotations = annotation.map(|word| json!({TCP_ESTABLISHED: word}));
+            let spec = Spec::from_json(json!({"annotations": annotations}));
+            let mut config = Config::default();
+            let options = &mut config.criu.options;
+            options.extend(configured.map(|on| ("tcp-established".into(), CriuValue::Flag(on))));
+            config_of_copy(&config, &spec)
+                .criu
+                .options
+                .contains_key("tcp-close")
+        };
+        for (annotation, configured, closed) in [
+            (None, None, true),
+            (Some("true"), None, false),
+            (Some("false"), None, true),
+            (Some("false"), Some(true), true),
+            (Some("true"), Some(false), false),
+            (None, Some(true), false),
+            (None, Some(false), true),
+        ] {
+            assert_eq!(
+                closes(annotation, configured),
+                closed,
+                "{annotation:?} {configured:?}"
+            );
+        }
     }
 
     #[test]
