@@ -22,6 +22,8 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
+use crate::criu::values;
+
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
 /// The check of what CRIU's images have CRIU do.
@@ -335,7 +337,7 @@ impl Config {
             path: path.to_owned(),
             reason,
         };
-        let config: Self =
+        let mut config: Self =
             toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
         config
             .vram
@@ -408,7 +410,7 @@ impl Config {
                 switches::names()
             )));
         }
-        for key in config.criu.options.keys() {
+        for (key, value) in &mut config.criu.options {
             if key.is_empty()
                 || !key
                     .bytes()
@@ -423,6 +425,8 @@ impl Config {
                     "criu.options.{key} is set by cryopod for each operation"
                 )));
             }
+            *value = values::checked(key, value)
+                .map_err(|reason| invalid(format!("criu.options.{key}: {reason}")))?;
         }
         Ok(config)
     }
@@ -443,6 +447,8 @@ mod tests {
         assert_eq!(c.runtime.low_level.as_deref(), Some("runc"));
         assert_eq!(c.criu.options["link-remap"], CriuValue::Flag(true));
         assert_eq!((c.limits.tool_s, c.limits.checkpoint_s), (5, 900));
+        let c = parse("[criu.options]\nlink-remap = \"off\"").unwrap();
+        assert_eq!(c.criu.options["link-remap"], CriuValue::Flag(false));
     }
 
     #[test]
@@ -506,6 +512,19 @@ mod tests {
             ("[limits]\nslowest_mib_s = 0", "limits.slowest_mib_s = 0"),
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
+            ("[criu.options]\ntimeout = true", "criu.options.timeout"),
+            (
+                "[criu.options]\ntcp-close = \"no\"",
+                "criu.options.tcp-close",
+            ),
+            (
+                "[criu.options]\nghost-limit = \"8g\"",
+                "criu.options.ghost-limit",
+            ),
+            (
+                "[criu.options]\nexternal = [\"a b\"]",
+                "criu.options.external",
+            ),
             ("[gpu]\nmap = \"0\"", "gpu.map"),
             ("[nvidia]\nvram = \"yes\"", "vram"),
             ("[nvidia]\nsharing = \"yes\"", "sharing = \"yes\""),
