@@ -73,22 +73,30 @@ pub fn find(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, St
 
 fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     let named = wish.checkpoint;
+    let Some(rule) = rule_of(config, wish) else {
+        return Err(wish.not_allowed("registry or repository"));
+    };
+    cached(config, named.as_ref(), &rule.keys)
+}
+
+/// Returns the first rule that has an image: by its registry, its repository or its whole name.
+fn rule_of<'c>(config: &'c Config, wish: SourceRequest<'_>) -> Option<&'c Rule> {
+    let named = wish.checkpoint;
     let below = |rule: &Rule| {
         let allowed = rule.from.trim_end_matches('/');
         let repository = allowed.strip_prefix(REGISTRY);
         // `host:5000` is another registry than `host`.
-        let after = match repository.is_some_and(|r| r.contains('/')) {
+        let names_image = repository.is_some_and(|r| r.contains('/'));
+        let after = match names_image {
             true => &['/', ':', '@'][..],
             false => &['/'],
         };
         let rest = named.strip_prefix(allowed);
-        repository.is_some() && rest.is_some_and(|r| r.starts_with(after))
+        let is_below = |r: &str| r.starts_with(after) || r.is_empty() && names_image;
+        repository.is_some() && rest.is_some_and(is_below)
     };
     let asker = wish.asker();
-    let Some(rule) = asker.rules(&config.restore).find(|rule| below(rule)) else {
-        return Err(wish.not_allowed("registry or repository"));
-    };
-    cached(config, named.as_ref(), &rule.keys)
+    asker.rules(&config.restore).find(|rule| below(rule))
 }
 
 fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
@@ -227,6 +235,9 @@ mod tests {
             ("docker://r.example", "docker://r.example:5000/a:1"),
             ("docker://r.example/team", "docker://r.example/teams/a:1"),
             ("docker://r.example/team/", "docker://r.example/other:1"),
+            ("docker://r.example/a:1", "docker://r.example/a:12"),
+            ("docker://r.example/a:1", "docker://r.example/a:2"),
+            ("docker://r.example", "docker://r.example"),
             ("/srv", "docker://r.example/a:1"),
         ] {
             let rule = Rule {
@@ -242,6 +253,34 @@ mod tests {
             assert!(
                 said.contains("that is not allowed"),
                 "{allow} {named}: {said}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_rule_has_a_registry_a_repository_or_an_image() {
+        for (allow, named) in [
+            ("docker://r.example", "docker://r.example/a:1"),
+            ("docker://r.example/team/", "docker://r.example/team/a:1"),
+            ("docker://r.example/a", "docker://r.example/a:1"),
+            ("docker://r.example/a:1", "docker://r.example/a:1"),
+            (
+                "docker://r.example/a@sha256:00",
+                "docker://r.example/a@sha256:00",
+            ),
+        ] {
+            let rule = Rule {
+                from: allow.into(),
+                ..Rule::default()
+            };
+            let wish = SourceRequest {
+                checkpoint: named,
+                by_variable: false,
+                tenant: &Tenant::Root,
+            };
+            assert!(
+                rule_of(&config(vec![rule]), wish).is_some(),
+                "{allow} {named}"
             );
         }
     }
