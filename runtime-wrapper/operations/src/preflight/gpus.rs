@@ -57,6 +57,7 @@ pub fn choose(
         let refused = |r| PlanError::RestoreRefused(vec![r]);
         ceiling.ensure_a_gpu(&situation.here).map_err(refused)?;
     }
+    situation.wished_by = wished_by(spec);
     // The administrator wrote the configuration's own map.
     if spec.annotation(gpumap::ANNOTATION).is_some() {
         let here = &situation.here;
@@ -124,7 +125,15 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
     said.or(config.gpu.map.as_deref())
         .unwrap_or_default()
         .parse()
-        .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))
+        .map_err(|e| Error::Failed(format!("{}: {e}", wished_by(spec))))
+}
+
+/// Returns what [`wish`] is given with. The command line's map comes as the configuration's.
+pub fn wished_by(spec: &Spec) -> &'static str {
+    match spec.annotation(gpumap::ANNOTATION) {
+        Some(_) => gpumap::ANNOTATION,
+        None => "--map or gpu.map",
+    }
 }
 
 fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentReady>) -> Situation {
