@@ -57,7 +57,6 @@ pub fn choose(
         let refused = |r| PlanError::RestoreRefused(vec![r]);
         ceiling.ensure_a_gpu(&situation.here).map_err(refused)?;
     }
-    situation.wished_by = wished_by(spec);
     // The administrator wrote the configuration's own map.
     if spec.annotation(gpumap::ANNOTATION).is_some() {
         let here = &situation.here;
@@ -151,6 +150,7 @@ fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentRea
     }
     let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
+        wished_by: wished_by(ceiling.spec),
         recorded,
         offered: gpumap::offered(ceiling, &metadata.gpu, &here),
         here,
