@@ -150,6 +150,19 @@ impl Spec {
         self.json.get("annotations")?.get(key)?.as_str()
     }
 
+    /// Returns what an annotation that is a [`switch`] says; `None`: it is not set.
+    ///
+    /// # Errors
+    /// Names the annotation, whose word is another.
+    pub fn switch(&self, key: &str) -> Result<Option<bool>, String> {
+        let Some(text) = self.annotation(key) else {
+            return Ok(None);
+        };
+        let on =
+            switch(text).ok_or_else(|| format!("{key}: {text:?} is neither \"on\" nor \"off\""));
+        on.map(Some)
+    }
+
     /// The value of a variable in the environment of the container's process.
     pub fn variable(&self, name: &str) -> Option<&str> {
         let env = self.json.pointer("/process/env")?.as_array()?;
@@ -316,6 +329,15 @@ fn bound_nodes(host: &Host, source: &Path, destination: &Path) -> Vec<(String, S
     found
 }
 
+/// Parses the words by which users switch something: `on`, `true`, `off`, `false`.
+pub fn switch(text: &str) -> Option<bool> {
+    match text.trim() {
+        "on" | "true" => Some(true),
+        "off" | "false" => Some(false),
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -324,6 +346,28 @@ mod tests {
 
     fn spec(json: Value) -> Spec {
         Spec::from_json(json)
+    }
+
+    #[test]
+    fn words_that_switch() {
+        let key = "dev.cryopod.store";
+        let says = |word: &str| spec(json!({"annotations": {key: word}})).switch(key);
+        for (word, on) in [
+            ("on", true),
+            ("true", true),
+            (" off\n", false),
+            ("false", false),
+        ] {
+            assert_eq!(says(word), Ok(Some(on)), "{word}");
+        }
+        for word in ["", "yes", "On", "1"] {
+            let said = says(word).unwrap_err();
+            assert!(
+                said.starts_with(&format!("{key}: {word:?} is neither")),
+                "{said}"
+            );
+        }
+        assert_eq!(spec(json!({})).switch(key), Ok(None));
     }
 
     #[test]

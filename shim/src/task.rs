@@ -183,7 +183,10 @@ impl Tasks {
         let watched = self.watch(request);
         match &watched {
             Some(w) if matches!(w.call, TaskCall::Checkpoint(_)) => {
-                (self.checkpoint(request, w), watched)
+                match self.checkpoint(request, w) {
+                    answered @ Fate::Answered(_) => (answered, None),
+                    fate => (fate, watched),
+                }
             }
             _ => (Fate::Pass, watched),
         }
@@ -509,14 +512,20 @@ impl Tasks {
     /// docker and ctr 1.7 send checkpoint options only to runtimes with containerd's own name. Without options the
     /// container continues to run, unless its annotation says otherwise.
     fn checkpoint(&self, request: &Request, watched: &Watched) -> Fate {
-        let changed = || {
+        let decided = || {
             let mut checkpoint = CheckpointTaskRequest::parse_from_bytes(&request.payload).ok()?;
             let bundle = self.lock().get(&watched.id)?.bundle.clone();
-            let exits = || {
-                Spec::of_bundle(&bundle).is_ok_and(|s| s.annotation(EXIT_ANNOTATION) == Some("on"))
-            };
-            if checkpoint.options.is_some() || !exits() {
+            if checkpoint.options.is_some() {
                 return None;
+            }
+            match Spec::of_bundle(&bundle).ok()?.switch(EXIT_ANNOTATION) {
+                Ok(Some(true)) => {}
+                Ok(_) => return None,
+                Err(e) => {
+                    let said = format!("cryopod: {e}. Nothing was touched");
+                    let answer = rpc::failure(Code::INVALID_ARGUMENT, said);
+                    return Some(Fate::Answered(answer));
+                }
             }
             let mut any = Any::new();
             any.type_url = EXIT_TYPE.into();
@@ -524,9 +533,9 @@ impl Tasks {
             checkpoint.options = MessageField::some(any);
             let mut changed = request.clone();
             changed.payload = checkpoint.write_to_bytes().ok()?;
-            Some(changed)
+            Some(Fate::Changed(changed))
         };
-        changed().map_or(Fate::Pass, Fate::Changed)
+        decided().unwrap_or(Fate::Pass)
     }
 
     /// Returns what to remember of a call if its response must be decoded.

@@ -154,8 +154,22 @@ fn an_annotation_ends_what_no_engine_ends() {
     checkpoint.id = "c1".into();
     let request = |c: &CheckpointTaskRequest| made("Checkpoint", c.write_to_bytes().unwrap());
     assert!(matches!(tasks.request(&request(&checkpoint)).0, Fate::Pass));
-    let spec = r#"{"annotations":{"dev.cryopod.checkpoint.exit":"on"}}"#;
-    std::fs::write(bundle.path().join("config.json"), spec).unwrap();
+    let says = |word: &str| {
+        let spec = format!(r#"{{"annotations":{{"dev.cryopod.checkpoint.exit":"{word}"}}}}"#);
+        std::fs::write(bundle.path().join("config.json"), spec).unwrap();
+    };
+    says("off");
+    assert!(matches!(tasks.request(&request(&checkpoint)).0, Fate::Pass));
+    says("yes");
+    let Fate::Answered(told) = tasks.request(&request(&checkpoint)).0 else {
+        panic!("an unknown word is refused");
+    };
+    let told = told.status.message();
+    assert!(
+        told.contains("dev.cryopod.checkpoint.exit: \"yes\""),
+        "{told}"
+    );
+    says("true");
     let (fate, watched) = tasks.request(&request(&checkpoint));
     let changed = changed(fate);
     assert!(watched.is_some());

@@ -1,9 +1,12 @@
 //! Removes the entries that nothing refers to.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use super::holders::{DOCKER, Holder, Holders, remove_forgotten};
 use super::list::{StoreEntry, list, remove, removed_name};
@@ -20,7 +23,8 @@ const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 /// processes left. `others`: directories to search beside those that the entries' records name. `used_in`: those in which
 /// checkpoints stay.
 ///
-/// At any time, even if the process is killed, an entry that something refers to is whole.
+/// At any time, even if the process is killed, an entry that something refers to is whole. One whose checkpoint is about to
+/// refer to it is locked.
 ///
 /// # Errors
 /// A place cannot be searched: nothing is removed. An entry cannot be removed.
@@ -49,19 +53,21 @@ pub fn clean(
         settle(entry, first.of(entry).filter(stays))?;
     }
     let unused = |holders: &Holders, e: &StoreEntry| holders.of(e).next().is_none();
-    let candidates: Vec<&StoreEntry> = entries
+    let candidates: Vec<(&StoreEntry, File)> = entries
         .iter()
         .filter(settled)
         .filter(may_go)
         .filter(|e| unused(&first, e))
+        .filter_map(|e| Some((e, locked(&e.path)?)))
         .collect();
     if candidates.is_empty() {
         return Ok(Vec::new());
     }
-    // Somebody may have moved a directory from a place that came later to one that came before.
+    // Somebody may have moved a directory from a place that came later to one that came before, or has just written the
+    // reference to an entry that was locked until then.
     let second = Holders::find(&entries, others)?;
     let mut removed = Vec::new();
-    for entry in candidates {
+    for (entry, _locked) in candidates {
         let lost = entry.origin.as_ref().and_then(|o| o.lost());
         match lost {
             Some(place) => tracing::warn!(
@@ -77,6 +83,13 @@ pub fn clean(
         }
     }
     Ok(removed)
+}
+
+/// Locks an entry, so that its checkpoint has written its reference; `None`: it is about to. Not all file systems have locks.
+fn locked(entry: &Path) -> Option<File> {
+    let file = File::open(entry).ok()?;
+    let lock = flock(&file, FlockOperation::NonBlockingLockExclusive);
+    (lock != Err(Errno::WOULDBLOCK)).then_some(file)
 }
 
 /// Notes where an entry is referred to that was not known.

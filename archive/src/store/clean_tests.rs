@@ -132,6 +132,18 @@ fn an_entry_lives_as_long_as_something_refers_to_it() {
 }
 
 #[test]
+fn an_entry_to_which_its_checkpoint_is_about_to_refer_stays() {
+    let bed = Bed::new();
+    let (images, reference) = bed.checkpoint(1, Some(&bed.origin()));
+    fs::remove_dir_all(images).unwrap();
+    let entry = fs::File::open(bed.store.join(&reference.id)).unwrap();
+    let lock = Flock::lock(entry, FlockArg::LockExclusiveNonblock).unwrap();
+    assert_eq!(bed.clean(&[]), 0);
+    drop(lock);
+    assert_eq!(bed.clean(&[]), 1);
+}
+
+#[test]
 fn a_place_of_the_configuration_is_searched_to_its_end() {
     let bed = Bed::new();
     let (images, _) = bed.checkpoint(1, Some(&bed.origin()));

@@ -96,9 +96,13 @@ pub fn put(
     if let Some(origin) = about.origin {
         origin.write(staging.path())?;
     }
+    // Until the directory refers to the entry, its lock tells `clean` that it is in use.
+    let locked = staging.handle();
+    let locked = locked.map_err(StoreError::io(&entry, "keep it locked"))?;
     staging.commit()?;
     // The entry is complete. From the next step on the directory refers to it and no longer needs its own files.
     let noted = note(images, &text);
+    drop(locked);
     if noted.is_err() {
         let _ = fs::remove_file(images.join(names::STORE_REFERENCE_PARTIAL));
         let _ = fs::remove_file(images.join(names::STORE_REFERENCE));

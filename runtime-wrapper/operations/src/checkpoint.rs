@@ -219,13 +219,14 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
             return Err(PlanError::Refused(beyond).into());
         }
     }
+    let carries_files = carries_files(request, state, false)?;
     let images = ImageDirectory::ready(&request.images)?;
     prepare::work_directory(request);
     let (low, args) = (&request.ctx.low, &request.ctx.args);
     for tries in (0..FREEZES).rev() {
         pause_outside_vfork(request, state);
         // A running container cannot be asked for its files; an engine that carries none has paused it.
-        if state.paused && carries_files(request, state, false) {
+        if state.paused && carries_files {
             capture_files(request, state, None)?;
         }
         let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
@@ -311,10 +312,14 @@ fn told(id: &str, init: Option<i32>, why: &str, left: &[String]) -> String {
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU
 /// has dumped them.
-fn carries_files(request: &Request<'_>, state: &ContainerState, goes_on: bool) -> bool {
+fn carries_files(
+    request: &Request<'_>,
+    state: &ContainerState,
+    goes_on: bool,
+) -> Result<bool, Error> {
     let options = &request.config().rootfs;
     let named = (&*state.bundle, request.id());
-    !request.pre_dump() && rootfs::wanted(options, &request.spec, named, goes_on)
+    Ok(rootfs::wanted(options, &request.spec, named, goes_on)? && !request.pre_dump())
 }
 
 fn capture_files(

@@ -31,12 +31,15 @@ use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::{self, setting};
+use crate::images::store;
+use crate::pause;
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::restore;
 use crate::restore::new_container::NewContainer;
 use crate::restore::new_container::hooks::NewHooks;
+use crate::rootfs;
 use crate::run::application::{self, Moment};
 use crate::run::{metrics, operation};
 use crate::vram::preload;
@@ -60,6 +63,14 @@ const IN_POD: [&str; 2] = [
 /// [`ANNOTATION`] for one container of a pod.
 const FOR_ONE: &str = "dev.cryopod.restore.CONTAINER";
 
+/// Annotations that count when the container is checkpointed, which may be days later. The last is the shim's.
+const SWITCHES: [&str; 4] = [
+    rootfs::ANNOTATION,
+    store::ANNOTATION,
+    pause::ANNOTATION,
+    "dev.cryopod.checkpoint.exit",
+];
+
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
 
@@ -76,6 +87,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let mut edited = None;
     if let Ok(spec) = Spec::of_bundle(&bundle) {
+        check_switches(&spec)?;
+        application::check(&ctx.config, &spec)?;
         on_stop::check(ctx, inv, &spec)?;
         let mut edits: Vec<Box<dyn Edit>> = Vec::new();
         if let Some(named) = named(&spec) {
@@ -91,6 +104,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let failed = passthrough::exec(&ctx.low, &ctx.args);
     drop(edited);
     Err(failed)
+}
+
+fn check_switches(spec: &Spec) -> Result<(), Error> {
+    let mut said = SWITCHES.iter().map(|key| spec.switch(key).map(drop));
+    said.try_for_each(|said| said.map_err(Error::not_started))
 }
 
 /// Edits the bundle of a new container as its annotations ask for it, with one write. Dropped, the old text comes back.
@@ -237,9 +255,11 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
         config.gpu.allow_others = OtherGpus::Never;
     }
     // A copy has no peers, and what the checkpoint's connections led to may still talk to another copy.
-    let kept = spec.annotation(TCP_ESTABLISHED).is_some();
     let options = &mut config.criu.options;
-    if !kept && !options.contains_key("tcp-established") {
+    let configured = options.get("tcp-established") == Some(&CriuValue::Flag(true));
+    // The restore refuses another word.
+    let kept = spec.switch(TCP_ESTABLISHED).unwrap_or(None);
+    if !kept.unwrap_or(configured) {
         let close = options.entry("tcp-close".into());
         close.or_insert(CriuValue::Flag(true));
     }
@@ -340,6 +360,51 @@ mod tests {
         assert!(now().contains("UV_USE_IO_URING=0") && now().contains(WITHOUT));
         drop(edited);
         assert_eq!(now(), taken, "the low-level runtime could not be started");
+    }
+
+    #[test]
+    fn a_copy_closes_the_connections_unless_it_is_to_keep_them() {
+        let closes = |annotation: Option<&str>, configured: Option<bool>| {
+            let annotations = annotation.map(|word| json!({TCP_ESTABLISHED: word}));
+            let spec = Spec::from_json(json!({"annotations": annotations}));
+            let mut config = Config::default();
+            let options = &mut config.criu.options;
+            options.extend(configured.map(|on| ("tcp-established".into(), CriuValue::Flag(on))));
+            config_of_copy(&config, &spec)
+                .criu
+                .options
+                .contains_key("tcp-close")
+        };
+        for (annotation, configured, closed) in [
+            (None, None, true),
+            (Some("true"), None, false),
+            (Some("false"), None, true),
+            (Some("false"), Some(true), true),
+            (Some("true"), Some(false), false),
+            (None, Some(true), false),
+            (None, Some(false), true),
+        ] {
+            assert_eq!(
+                closes(annotation, configured),
+                closed,
+                "{annotation:?} {configured:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_word_that_nobody_understands_is_told_before_the_container_runs() {
+        let with = |key: &str, word| Spec::from_json(json!({"annotations": {key: word}}));
+        for key in SWITCHES {
+            for word in ["on", "off", " true "] {
+                check_switches(&with(key, word)).unwrap();
+            }
+            let said = check_switches(&with(key, "yes")).unwrap_err().to_string();
+            assert!(
+                said.contains(key) && said.ends_with("Nothing was started"),
+                "{said}"
+            );
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ pub mod helpers;
 pub mod opts;
 pub mod plugins;
 pub mod program;
+pub mod values;
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -219,13 +219,8 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 }
 
 fn wanted(spec: &Spec) -> Result<bool, Error> {
-    match spec.annotation(ANNOTATION) {
-        None | Some("off") => Ok(false),
-        Some("on") => Ok(true),
-        Some(other) => Err(Error::untouched(format!(
-            "{ANNOTATION}: {other:?} is neither \"on\" nor \"off\""
-        ))),
-    }
+    let asked = spec.switch(ANNOTATION).map_err(Error::untouched)?;
+    Ok(asked == Some(true))
 }
 
 /// Unlocks the processes of a record and removes it; `false` if the driver failed.

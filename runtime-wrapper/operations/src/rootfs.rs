@@ -42,7 +42,7 @@ pub const FILE: &str = cryopod_archive::format::names::CARRIED_ROOTFS;
 pub const SHM_FILE: &str = "cryopod-shm.tar";
 pub const SHM: &str = "/dev/shm";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
-const ANNOTATION: &str = "dev.cryopod.rootfs";
+pub const ANNOTATION: &str = "dev.cryopod.rootfs";
 /// docker's usual namespace in containerd, a directory in the path of its bundles. With `--userns-remap` and with
 /// `--containerd-namespace` it is another.
 const DOCKER: &str = "moby";
@@ -59,23 +59,21 @@ const OPAQUE: &str = ".wh..wh..opq";
 const CAPABILITY: &str = "security.capability";
 
 /// Returns true if this container's changes must be carried. `goes_on`: its processes run on when CRIU has dumped them.
+///
+/// # Errors
+/// Nobody knows what the annotation means: without its files a container does not come back.
 pub fn wanted(
     options: &RootfsOptions,
     spec: &Spec,
     (bundle, id): (&Path, &str),
     goes_on: bool,
-) -> bool {
-    match (spec.annotation(ANNOTATION), options.carry) {
-        (Some("on"), _) | (None, Carry::Always) => true,
-        (Some(other), _) => {
-            if other != "off" {
-                tracing::warn!("the annotation {ANNOTATION} is on or off, not {other:?}");
-            }
-            false
-        }
-        (None, Carry::Never) => false,
-        (None, Carry::Auto) => goes_on || is_unpacked_again(spec, bundle, id),
-    }
+) -> Result<bool, Error> {
+    let asked = spec.switch(ANNOTATION).map_err(Error::untouched)?;
+    Ok(asked.unwrap_or_else(|| match options.carry {
+        Carry::Always => true,
+        Carry::Never => false,
+        Carry::Auto => goes_on || is_unpacked_again(spec, bundle, id),
+    }))
 }
 
 /// Returns true for an engine that unpacks containerd's checkpoint into a directory of its own: docker and nerdctl.
@@ -219,7 +217,7 @@ pub fn apply(config: &Config, images: &Path, bundle: &Path) -> Result<(), Error>
         return Ok(());
     }
     let spec = Spec::of_bundle(bundle)?;
-    if spec.annotation(ANNOTATION) == Some("off") {
+    if spec.switch(ANNOTATION) == Ok(Some(false)) {
         tracing::info!("{}: left aside, as the container says", path.display());
         return Ok(());
     }

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use cryopod_host::spec::Spec;
+use cryopod_host::spec::{Spec, switch};
 
 pub const ANNOTATION: &str = "dev.cryopod.check.";
 pub const NVIDIA: [&str; 9] = [
@@ -65,9 +65,9 @@ pub fn names() -> String {
 /// Parses on (`true`) and off (`false`), in the words that annotations and the plugin's environment take.
 pub fn state(text: &str) -> Option<bool> {
     match text.trim().to_ascii_lowercase().as_str() {
-        "on" | "1" | "yes" | "true" => Some(true),
-        "off" | "0" | "no" | "false" => Some(false),
-        _ => None,
+        "1" | "yes" => Some(true),
+        "0" | "no" => Some(false),
+        word => switch(word),
     }
 }
 

@@ -460,7 +460,7 @@ fn config_of_place(config: &Config) -> Config {
     let mut config = config.clone();
     // A restore closes the connections, unless the container asks for them.
     let options = &mut config.criu.options;
-    if !options.contains_key("tcp-close") {
+    if options.get("tcp-close") != Some(&CriuValue::Flag(true)) {
         let keep = options.entry("tcp-established".into());
         keep.or_insert(CriuValue::Flag(true));
     }

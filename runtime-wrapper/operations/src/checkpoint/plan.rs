@@ -58,7 +58,7 @@ pub(super) fn plan(
             request,
             state,
             request.ends || request.leave_running() && locked.is_empty(),
-        ),
+        )?,
         locked,
         // Another host has not this one's store.
         stored: !request.into_place

@@ -111,6 +111,9 @@ impl Rule {
 
     /// Checks what the types do not say.
     fn check(&self) -> Result<(), String> {
+        if self.from.trim_end_matches('/').len() < REGISTRY.len() && self.directory().is_none() {
+            return Err(format!("{}: no registry is named", self.from));
+        }
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
                 "{} is no absolute path, and no {REGISTRY}REGISTRY",
@@ -136,6 +139,14 @@ impl RestoreOptions {
     /// Checks the rules.
     pub fn check(&self) -> Result<(), String> {
         self.allow.iter().try_for_each(Rule::check)
+    }
+
+    /// Checks rules for places, which are directories.
+    pub fn check_places(&self) -> Result<(), String> {
+        match self.allow.iter().find(|rule| rule.directory().is_none()) {
+            Some(rule) => Err(format!("{} is no directory", rule.from)),
+            None => self.check(),
+        }
     }
 }
 

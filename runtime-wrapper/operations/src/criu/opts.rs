@@ -16,6 +16,7 @@ use crate::config::CriuValue;
 use crate::criu::file;
 use crate::criu::helpers::Lock;
 use crate::criu::numbers;
+use crate::criu::values;
 use crate::request::argv::Flags;
 use crate::request::lowlevel::RuntimeKind;
 
@@ -58,8 +59,8 @@ pub enum OptionError {
         /// Why, and what can be done.
         refused: String,
     },
-    #[error("annotation {ANNOTATION}{name}: {value:?} is neither true, false, a number nor a word")]
-    Value { name: String, value: String },
+    #[error("annotation {ANNOTATION}{name}: {reason}")]
+    Value { name: String, reason: String },
 }
 
 /// CRIU's options by their names.
@@ -104,21 +105,11 @@ impl CriuOptions {
                 });
             }
             let text = value.as_str().unwrap_or_default().trim();
-            let value = match text {
-                "true" => CriuValue::Flag(true),
-                "false" => CriuValue::Flag(false),
-                word if !word.is_empty()
-                    && word.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') =>
-                {
-                    CriuValue::Text(word.to_owned())
-                }
-                _ => {
-                    return Err(OptionError::Value {
-                        name: name.to_owned(),
-                        value: text.to_owned(),
-                    });
-                }
-            };
+            let value = values::checked(name, &CriuValue::Text(text.to_owned()));
+            let value = value.map_err(|reason| OptionError::Value {
+                name: name.to_owned(),
+                reason,
+            })?;
             all.insert(name.to_owned(), value);
         }
         Ok(Self(all))
@@ -148,18 +139,7 @@ impl CriuOptions {
             Some(CriuValue::Text(text)) => text,
             _ => return u64::MAX,
         };
-        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let shift = match text.get(digits.len()..).unwrap_or_default() {
-            "" => 0,
-            unit if unit.starts_with('K') => 10,
-            unit if unit.starts_with('M') => 20,
-            unit if unit.starts_with('G') => 30,
-            _ => return u64::MAX,
-        };
-        let number: Option<u64> = digits.parse().ok();
-        number
-            .and_then(|n| n.checked_mul(1 << shift))
-            .unwrap_or(u64::MAX)
+        values::size(text).unwrap_or(u64::MAX)
     }
 
     fn set(&mut self, name: &str) {
@@ -391,6 +371,10 @@ mod tests {
                 "skip-in-flight"
             ]
         );
+        let off =
+            json!({"dev.cryopod.criu.link-remap": "off", "dev.cryopod.criu.file-locks": "on"});
+        let o = options(&[], off);
+        assert!(!o.on("link-remap") && o.lines(false).contains(&"file-locks".to_owned()));
         let config = [
             ("ghost-limit", CriuValue::Number(5)),
             ("file-locks", CriuValue::Flag(false)),
@@ -469,6 +453,8 @@ mod tests {
             ("ghost-limit", "1 G"),
             ("ghost-limit", ""),
             ("timeout", "5\nlibdir /x"),
+            ("timeout", "true"),
+            ("link-remap", "no"),
         ] {
             let key = format!("{ANNOTATION}{name}");
             let spec = json!({"annotations": {key.clone(): value}});

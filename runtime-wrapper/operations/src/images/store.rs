@@ -34,20 +34,14 @@ const LONGEST: usize = 64;
 
 /// Returns true if this container's checkpoint goes to the store.
 pub fn wanted(options: &StoreOptions, spec: &Spec, images: &Path) -> Result<bool, Error> {
-    Ok(match spec.annotation(ANNOTATION).map(str::trim) {
-        Some("on" | "true") => true,
-        Some("off" | "false") => false,
-        Some(other) => {
-            return Err(Error::untouched(format!(
-                "{ANNOTATION}: {other:?} is not one of on, off; the directory is the configuration's to name"
-            )));
-        }
-        None => match options.used() {
-            Use::On => true,
-            Use::Off => false,
-            Use::Auto => origin::is_packed(spec, images),
-        },
-    })
+    let asked = spec.switch(ANNOTATION).map_err(|e| {
+        Error::untouched(format!("{e}; the directory is the configuration's to name"))
+    })?;
+    Ok(asked.unwrap_or_else(|| match options.used() {
+        Use::On => true,
+        Use::Off => false,
+        Use::Auto => origin::is_packed(spec, images),
+    }))
 }
 
 /// Checks that the images that a dump builds upon lie where CRIU's own link leads.

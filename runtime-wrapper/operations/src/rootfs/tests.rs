@@ -33,7 +33,7 @@ fn whose_changes_are_carried() {
         (&never, &on, docker, true),
     ] {
         assert_eq!(
-            wanted(options, &spec(annotations.clone()), named(bundle), false),
+            wanted(options, &spec(annotations.clone()), named(bundle), false).unwrap(),
             expected,
             "{options:?} {annotations} {bundle:?}"
         );
@@ -43,12 +43,27 @@ fn whose_changes_are_carried() {
         "destination": "/etc/hostname",
         "source": "/var/lib/docker/100000.100000/containers/c1/hostname",
     }]}));
-    assert!(wanted(&auto, &remapped, named(other), false));
-    assert!(!wanted(&auto, &remapped, (other, "c2"), false));
+    assert!(wanted(&auto, &remapped, named(other), false).unwrap());
+    assert!(!wanted(&auto, &remapped, (other, "c2"), false).unwrap());
     // Its engine packs the files when they have changed.
-    assert!(wanted(&auto, &spec(none.clone()), named(other), true));
-    assert!(!wanted(&auto, &spec(off), named(other), true));
-    assert!(!wanted(&never, &spec(none), named(other), true));
+    assert!(wanted(&auto, &spec(none.clone()), named(other), true).unwrap());
+    assert!(!wanted(&auto, &spec(off), named(other), true).unwrap());
+    assert!(!wanted(&never, &spec(none), named(other), true).unwrap());
+    for (word, expected) in [("true", true), ("on ", true), ("false", false)] {
+        let spec = spec(json!({"dev.cryopod.rootfs": word}));
+        assert_eq!(
+            wanted(&auto, &spec, named(docker), false).unwrap(),
+            expected,
+            "{word}"
+        );
+    }
+    for word in ["yes", "On", ""] {
+        let spec = spec(json!({"dev.cryopod.rootfs": word}));
+        let said = wanted(&auto, &spec, named(docker), false)
+            .unwrap_err()
+            .to_string();
+        assert!(said.contains("dev.cryopod.rootfs: "), "{said}");
+    }
 }
 
 fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<()> {

@@ -12,6 +12,7 @@ use cryopod_host::spec::Spec;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::config::Config;
 use crate::error::Error;
 use crate::request::Request;
 use crate::request::argv::Invocation;
@@ -53,16 +54,24 @@ impl Moment {
 
 /// Runs the container's command for this moment, if it has one.
 ///
+/// `shortens`: the operation has less time than the configuration allows, and so has the command.
+///
 /// # Errors
 /// It cannot be run, fails, or takes longer than its limit; then it was killed.
-pub fn run(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) -> Result<(), Error> {
+fn run(
+    ctx: &Context,
+    inv: &Invocation,
+    spec: &Spec,
+    moment: Moment,
+    shortens: bool,
+) -> Result<(), Error> {
     let annotation = moment.annotation();
     let Some(text) = spec.annotation(annotation) else {
         return Ok(());
     };
     let failed = |why: String| Error::Failed(format!("{annotation}: {why}"));
     let command = command(text).map_err(failed)?;
-    let limit = limit(spec, ctx.config.limits.checkpoint_s).map_err(failed)?;
+    let limit = limit(spec, ctx.config.limits.checkpoint_s, shortens).map_err(failed)?;
     tracing::info!("{}: {annotation}: {command:?}", inv.id);
     let op = Operation::new()?;
     let pid_file = op.file("exec.pid");
@@ -96,11 +105,21 @@ pub fn run(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) -> Resu
     }
 }
 
-/// Runs the command for this moment; a failure is a warning.
+/// Runs the command for a moment that is no stop; a failure is a warning.
 pub fn notify(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) {
-    if let Err(e) = run(ctx, inv, spec, moment) {
+    warn(inv, run(ctx, inv, spec, moment, false));
+}
+
+fn warn(inv: &Invocation, done: Result<(), Error>) {
+    if let Err(e) = done {
         tracing::warn!("{}: {e}", inv.id);
     }
+}
+
+/// Checks the limit that a new container sets: it counts at its checkpoints.
+pub fn check(config: &Config, spec: &Spec) -> Result<(), Error> {
+    let limit = limit(spec, config.limits.checkpoint_s, false);
+    limit.map(drop).map_err(Error::not_started)
 }
 
 /// The application knows of the checkpoint. Dropped, it learns that the container goes on, if it does.
@@ -126,7 +145,14 @@ impl<'a> NotifiedApplication<'a> {
             init: state.init,
         };
         let (ctx, inv) = (request.ctx, request.inv);
-        run(ctx, inv, &request.spec, Moment::BeforeCheckpoint).map_err(|e| {
+        run(
+            ctx,
+            inv,
+            &request.spec,
+            Moment::BeforeCheckpoint,
+            request.ends,
+        )
+        .map_err(|e| {
             Error::Failed(format!(
                 "checkpoint of {} failed and the container goes on running: {e}",
                 request.id()
@@ -143,10 +169,11 @@ impl Drop for NotifiedApplication<'_> {
             inv,
             host,
             spec,
+            ends,
             ..
         } = self.request;
         if cryopod_gpu_plan::live::is_alive(host, self.init) {
-            notify(ctx, inv, spec, Moment::AfterCheckpoint);
+            warn(inv, run(ctx, inv, spec, Moment::AfterCheckpoint, *ends));
         }
     }
 }
@@ -168,12 +195,14 @@ fn command(text: &str) -> Result<Vec<String>, String> {
     }
 }
 
-fn limit(spec: &Spec, max: u64) -> Result<Duration, String> {
+fn limit(spec: &Spec, max: u64, shortens: bool) -> Result<Duration, String> {
     let Some(text) = spec.annotation(LIMIT) else {
         return Ok(Duration::from_secs(DEFAULT_LIMIT.min(max)));
     };
-    match text.parse() {
-        Ok(seconds) if (1..=max).contains(&seconds) => Ok(Duration::from_secs(seconds)),
+    match text.trim().parse::<u64>() {
+        Ok(seconds) if seconds > 0 && (seconds <= max || shortens) => {
+            Ok(Duration::from_secs(seconds.min(max)))
+        }
         _ => Err(format!(
             "{LIMIT}: {text:?} is not within 1 and {max} seconds (limits.checkpoint_s)"
         )),
@@ -230,6 +259,7 @@ mod tests {
             limit(
                 &Spec::from_json(json!({"annotations": text.map(|t| json!({LIMIT: t}))})),
                 max,
+                false,
             )
         };
         assert_eq!(of(None, 3600), Ok(Duration::from_secs(60)));
@@ -238,6 +268,10 @@ mod tests {
         for text in ["0", "3601", "-1", "1s", ""] {
             assert!(of(Some(text), 3600).unwrap_err().contains(LIMIT), "{text}");
         }
+        // A stop has 8 s, and is a checkpoint all the same.
+        let long = Spec::from_json(json!({"annotations": {LIMIT: "90"}}));
+        assert_eq!(limit(&long, 8, true), Ok(Duration::from_secs(8)));
+        assert!(check(&Config::default(), &long).is_ok());
     }
 
     #[test]

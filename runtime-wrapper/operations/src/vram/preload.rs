@@ -49,12 +49,8 @@ const LIBC: [&str; 4] = [
 /// Returns the edits that give a new container the library, if its annotation asks for it. Copies the library to
 /// [`STORE`].
 pub fn edits(config: &Config, bundle: &Path, spec: &Spec) -> Result<Vec<Box<dyn Edit>>, Error> {
-    match spec.annotation(ANNOTATION) {
-        None | Some("off") => return Ok(Vec::new()),
-        Some("on") => {}
-        Some(other) => {
-            return Err(refused(format!("{other:?} is neither \"on\" nor \"off\"")));
-        }
+    if spec.switch(ANNOTATION).map_err(refusal)? != Some(true) {
+        return Ok(Vec::new());
     }
     let installed = installed(config)?;
     let library = read(&installed).map_err(|e| refused(format!("{}: {e}", installed.display())))?;
@@ -100,8 +96,12 @@ pub fn carry(spec: &Spec, images: &Path) -> Result<(), String> {
 }
 
 fn refused(what: String) -> Error {
+    refusal(format!("{ANNOTATION}: {what}"))
+}
+
+fn refusal(what: String) -> Error {
     Error::Failed(format!(
-        "annotation {ANNOTATION}: {what}. Remove the annotation to start the container without the library"
+        "annotation {what}. Remove the annotation to start the container without the library"
     ))
 }
 

@@ -113,7 +113,7 @@ mv $store.away $store
 rm -rf ${store:?}/*
 start_job job --annotation dev.cryopod.store=/etc
 if ctr containers checkpoint --task job localhost/never:1 > /tmp/said 2>&1; then exit 1; fi
-check 'a path in the annotation: refused' says /tmp/said 'dev.cryopod.store: "/etc" is not one of on, off'
+check 'a path in the annotation: refused' says /tmp/said 'dev.cryopod.store: "/etc" is neither "on" nor "off"'
 check 'a path in the annotation: it runs' goes_on job
 away job
 start_job job --annotation dev.cryopod.store=off
