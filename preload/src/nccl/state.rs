@@ -34,6 +34,8 @@ pub struct Comm {
     pub children: u64,
     /// By the program's handle: NCCL's handle, address and size.
     pub registered: BTreeMap<usize, [usize; 3]>,
+    /// Reductions that the program has defined for it and not destroyed yet.
+    pub reductions: u32,
     /// The program will only destroy it.
     pub finalized: bool,
     /// What every call returns if it is lost.
@@ -135,8 +137,6 @@ pub struct State {
     waiting: Vec<&'static str>,
     /// With the communicator, by the program's handle, that it is about.
     obstacles: Vec<(Option<usize>, String)>,
-    /// Reductions that the program has defined and not destroyed yet.
-    pub reductions: u32,
 }
 
 impl State {
@@ -153,7 +153,6 @@ impl State {
             asking: 0,
             waiting: Vec::new(),
             obstacles: Vec::new(),
-            reductions: 0,
         }
     }
 }
@@ -246,6 +245,11 @@ impl State {
         targets.any(|(key, target)| self.clocks.get(key).copied().unwrap_or(0) < *target)
     }
 
+    /// They end with their communicators.
+    fn reductions(&self) -> u32 {
+        self.comms.values().map(|comm| comm.reductions).sum()
+    }
+
     fn lets_pass(&mut self) -> bool {
         match self.mode {
             Mode::Open => true,
@@ -254,7 +258,7 @@ impl State {
                 true
             }
             // A reduction that the program has defined is about to be used.
-            Mode::Held(_) => self.is_behind() || self.reductions > 0,
+            Mode::Held(_) => self.is_behind() || self.reductions() > 0,
             Mode::Down => false,
         }
     }
@@ -384,7 +388,7 @@ impl State {
                 .collect(),
             clocks: clocks.collect(),
             // A reduction that the program has defined is used at once, and destroyed.
-            inside: self.inside + self.reductions,
+            inside: self.inside + self.reductions(),
             waiting: self.waiting.iter().map(|name| (*name).to_owned()).collect(),
             obstacles,
         }
@@ -427,7 +431,7 @@ pub fn give_up() {
 pub fn shut(until: Instant) -> bool {
     let mut state = state();
     let held = matches!(state.mode, Mode::Held(_)) && !state.is_behind();
-    if !held || state.inside + state.reductions > 0 {
+    if !held || state.inside + state.reductions() > 0 {
         return false;
     }
     state.mode = Mode::Down;
@@ -509,6 +513,15 @@ mod tests {
         // The thread ends within its group.
         assert_eq!(state().report().inside, 1);
         state().inside = 0;
+
+        // A reduction that the program has not destroyed.
+        let last = state().add(Comm {
+            reductions: 1,
+            ..comm(0x3000, 9)
+        });
+        assert_eq!(state().report().inside, 1);
+        state().remove(last).unwrap();
+        assert_eq!(state().report().inside, 0);
 
         assert!(hold(vec![target(3)], soon()));
         let (sender, made) = mpsc::channel();

@@ -73,8 +73,8 @@ pub unsafe extern "C" fn ncclRedOpCreatePreMulSum(
     let function = Function::ncclRedOpCreatePreMulSum;
     // SAFETY: the program's arguments.
     let code = unsafe { with_handle(function, arguments, 4, false) };
-    if code == SUCCESS && !is_within() {
-        state().reductions += 1;
+    if let (SUCCESS, false, Some(comm)) = (code, is_within(), state().comms.get_mut(&comm)) {
+        comm.reductions += 1;
     }
     code
 }
@@ -95,7 +95,8 @@ pub unsafe extern "C" fn ncclRedOpDestroy(operation: c_int, comm: usize) -> c_in
         Ok(real) => unsafe { call(Function::ncclRedOpDestroy, &[operation as usize, real]) },
         Err(error) => error,
     };
-    let mut state = state();
-    state.reductions = state.reductions.saturating_sub(1);
+    if let Some(comm) = state().comms.get_mut(&comm) {
+        comm.reductions = comm.reductions.saturating_sub(1);
+    }
     code
 }
