@@ -177,15 +177,15 @@ fn driver() -> Option<&'static Driver> {
     if handle.is_null() {
         return None;
     }
-    Some(DRIVER.get_or_init(|| {
-        let dlsym = real_dlsym();
-        // SAFETY: a live handle, which is never closed, and C strings.
-        let find = |name: &CStr| unsafe { dlsym(handle, name.as_ptr()) } as usize;
-        Driver {
-            reals: NAMES.map(find),
-            others: OTHERS.map(find),
-        }
-    }))
+    let dlsym = real_dlsym();
+    // SAFETY: a live handle, which is never closed, and C strings.
+    let find = |name: &CStr| unsafe { dlsym(handle, name.as_ptr()) } as usize;
+    // Ahead: whoever loads a library holds the linker's lock, and may come here from a constructor.
+    let driver = Driver {
+        reals: NAMES.map(find),
+        others: OTHERS.map(find),
+    };
+    Some(DRIVER.get_or_init(|| driver))
 }
 
 /// The driver's own function; 0 if it has none or is not loaded.

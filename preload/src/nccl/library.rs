@@ -90,8 +90,9 @@ fn reals() -> Option<&'static [usize; FUNCTIONS]> {
     if let Some(reals) = REALS.get() {
         return Some(reals);
     }
-    let handle = loaded(c"libnccl.so.2")?;
-    Some(REALS.get_or_init(|| load(handle)))
+    // Ahead: whoever loads a library holds the linker's lock, and may come here from a constructor.
+    let found = load(loaded(c"libnccl.so.2")?);
+    Some(REALS.get_or_init(|| found))
 }
 
 /// Returns true if NCCL is loaded and has this function, by its [`Function`].
@@ -178,8 +179,8 @@ pub fn real_of(function: usize, address: *mut c_void) -> usize {
             let found = libc::dladdr(address, &mut info) != 0 && !info.dli_fname.is_null();
             found.then(|| CStr::from_ptr(info.dli_fname))
         }?;
-        let handle = loaded(path)?;
-        Some(REALS.get_or_init(|| load(handle)))
+        let found = load(loaded(path)?);
+        Some(REALS.get_or_init(|| found))
     });
     reals.map_or(0, |reals| reals[function])
 }
