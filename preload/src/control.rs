@@ -335,6 +335,8 @@ impl Control<'_> {
         // So that no copy that others change is left, whatever fails, and none is in a checkpoint.
         let placed = self.placed || (self.spare.is_some() && memory::is_compact());
         self.set_spare(None);
+        // If this fails, the calls must not go on in a state in which memory can be released.
+        self.go_on();
         let (limit, hold) = (limit.min(LONGEST), hold.min(LONGEST));
         let until = Instant::now() + limit;
         // First: the driver's own checkpoint, to which an unknown function leaves the process, would not end.

@@ -514,6 +514,15 @@ mod tests {
         assert_eq!(state().report().inside, 1);
         state().inside = 0;
 
+        // A reduction that the program has not destroyed.
+        let last = state().add(Comm {
+            reductions: 1,
+            ..comm(0x3000, 9)
+        });
+        assert_eq!(state().report().inside, 1);
+        state().remove(last).unwrap();
+        assert_eq!(state().report().inside, 0);
+
         assert!(hold(vec![target(3)], soon()));
         let (sender, made) = mpsc::channel();
         std::thread::spawn(move || {
