@@ -55,6 +55,8 @@ const STATE: Duration = Duration::from_secs(30);
 /// Time for a container's processes to end when CRIU has, and the interval between two looks.
 const EXIT_NOTICE: Duration = Duration::from_secs(1);
 const EXIT_PAUSE: Duration = Duration::from_millis(20);
+/// Interval between two looks for a CRIU that works.
+const CRIU_PAUSE: Duration = Duration::from_millis(50);
 /// How long a CRIU without its runtime may work on.
 const CRIU_ENDS: Duration = Duration::from_secs(600);
 
@@ -132,10 +134,13 @@ impl WrittenImages {
         Some((meta.ino(), meta.modified().ok()?))
     }
 
-    /// Whether CRIU has written all of them.
+    /// Whether all of them are written. With GPUs the metadata is the last.
     fn are_complete(&self) -> bool {
         let now = Self::inventory(&self.path);
-        now.is_some() && now != self.earlier
+        let has = |name: &str| self.path.join(name).exists();
+        now.is_some()
+            && now != self.earlier
+            && (has(names::METADATA) || !(has(names::NVIDIA_IMAGE) || has(names::VRAM_INDEX)))
     }
 }
 
@@ -247,10 +252,9 @@ impl Tasks {
         match after {
             AfterCriu::Lives => restore::discard(&checkpoint.images),
             // What a CRIU that hangs has written stays.
-            AfterCriu::Ended | AfterCriu::Unknown => {
+            AfterCriu::Ended | AfterCriu::Hangs | AfterCriu::Unanswered => {
                 if checkpoint.images.join(names::METADATA).exists() {
-                    let hangs = after == AfterCriu::Unknown;
-                    keep(checkpoint, hangs, &self.log);
+                    keep(checkpoint, after == AfterCriu::Hangs, &self.log);
                 }
             }
         }
@@ -261,23 +265,24 @@ impl Tasks {
     fn after_criu(&self, id: &str) -> AfterCriu {
         let known = self.lock().get(id).map(|c| c.place.criu.clone());
         let directories = known.unwrap_or_default();
-        let (start, mut idle_since) = (Instant::now(), None);
-        loop {
-            let works = criu::works(&directories);
-            let state = self.state(id);
-            let lives = state.is_some_and(|state| is_started(&state) && has_process(&state));
-            let now = Instant::now();
-            match works {
-                // The engine deletes it as soon as it knows: whoever waits for an answer gets it now.
-                false if !lives => return AfterCriu::Ended,
-                false if now.duration_since(*idle_since.get_or_insert(now)) >= EXIT_NOTICE => {
-                    return AfterCriu::Lives;
-                }
-                false => {}
-                true if now.duration_since(start) >= CRIU_ENDS => return AfterCriu::Unknown,
-                true => idle_since = None,
+        let start = Instant::now();
+        while criu::works(&directories) {
+            if start.elapsed() >= CRIU_ENDS {
+                return AfterCriu::Hangs;
             }
-            thread::sleep(EXIT_PAUSE);
+            thread::sleep(CRIU_PAUSE);
+        }
+        let ended = Instant::now();
+        loop {
+            match self.state(id) {
+                None => return AfterCriu::Unanswered,
+                // The engine deletes it as soon as it knows: whoever waits for an answer gets it now.
+                Some(state) if !is_started(&state) || !has_process(&state) => {
+                    return AfterCriu::Ended;
+                }
+                Some(_) if ended.elapsed() >= EXIT_NOTICE => return AfterCriu::Lives,
+                Some(_) => thread::sleep(EXIT_PAUSE),
+            }
         }
     }
 
@@ -658,8 +663,10 @@ fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
 enum AfterCriu {
     Lives,
     Ended,
-    /// CRIU hangs.
-    Unknown,
+    /// CRIU works on.
+    Hangs,
+    /// The stock shim does not say.
+    Unanswered,
 }
 
 fn is_started(state: &StateResponse) -> bool {

@@ -272,3 +272,21 @@ fn a_container_whose_criu_hangs_is_not_said_to_have_ended() {
     assert!(said.contains("has not ended within 10 minutes"), "{said}");
     assert!(!said.contains("which has ended"), "{said}");
 }
+
+#[test]
+fn images_are_complete_with_what_is_written_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let put = |name: &str| std::fs::write(dir.path().join(name), "").unwrap();
+    put(names::CRIU_INVENTORY);
+    let again = WrittenImages::new(dir.path().into());
+    assert!(!again.are_complete(), "of an earlier checkpoint");
+    std::fs::remove_file(dir.path().join(names::CRIU_INVENTORY)).unwrap();
+    let images = WrittenImages::new(dir.path().into());
+    assert!(!images.are_complete());
+    put(names::CRIU_INVENTORY);
+    assert!(images.are_complete());
+    put(names::NVIDIA_IMAGE);
+    assert!(!images.are_complete());
+    put(names::METADATA);
+    assert!(images.are_complete());
+}
