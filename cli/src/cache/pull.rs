@@ -61,9 +61,8 @@ impl Pull<'_> {
     fn image(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
         let source = &self.args.source;
         let image = parse_reference(source)?;
-        let insecure = &self.config.cache.insecure_registries;
         let options = RegistryOptions {
-            tls_verify: !insecure.iter().any(|r| r == image.registry()),
+            tls_verify: !self.config.cache.is_insecure(image.registry()),
             ..RegistryOptions::default()
         };
         let digest = match image.digest() {

@@ -9,12 +9,13 @@ pub mod tenant;
 pub mod vram;
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_cuda::messages::config::NCCL_QUIESCE_MS;
+use cryopod_cuda::messages::config::{MAX_TIMEOUT_MS, NCCL_QUIESCE_MS};
 use cryopod_cuda::sharing;
 use cryopod_gpu_plan::ceiling::{Ceiling, Lifts, OtherGpus};
 use cryopod_gpu_plan::checks::switches;
@@ -23,6 +24,7 @@ use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
 use crate::criu::values;
+use crate::vram::parent;
 
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
@@ -269,8 +271,12 @@ impl TimeLimits {
 impl Config {
     /// Loads the configuration of this host; the defaults if there is no file.
     pub fn load() -> Result<Self, ConfigError> {
-        match std::env::var_os("CRYOPOD_CONFIG") {
-            Some(path) => Self::read(Path::new(&path), true),
+        Self::load_from(std::env::var_os("CRYOPOD_CONFIG").as_deref())
+    }
+
+    fn load_from(named: Option<&OsStr>) -> Result<Self, ConfigError> {
+        match named.filter(|path| !path.is_empty()) {
+            Some(path) => Self::read(Path::new(path), true),
             None => Self::read(Path::new(PATH), false),
         }
     }
@@ -335,7 +341,10 @@ impl Config {
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let invalid = |reason: String| ConfigError::Invalid {
             path: path.to_owned(),
-            reason,
+            reason: match line_of(text, &reason) {
+                Some(line) => format!("line {line}: {reason}"),
+                None => reason,
+            },
         };
         let mut config: Self =
             toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
@@ -365,6 +374,34 @@ impl Config {
                 )));
             }
         }
+        for (key, value, unit) in [
+            (
+                "nvidia.lock_timeout_ms",
+                config.nvidia.lock_timeout_ms.unwrap_or(1),
+                1,
+            ),
+            ("nccl.quiesce_s", config.nccl.quiesce_s.get().into(), 1000),
+        ] {
+            let longest = MAX_TIMEOUT_MS / unit;
+            if !(1..=longest).contains(&value) {
+                return Err(invalid(format!(
+                    "{key} = {value} is not within 1 and {longest}"
+                )));
+            }
+        }
+        if let Some(parent) = config.vram.parent.as_deref() {
+            parent::check(parent).map_err(|e| invalid(format!("vram.parent: {e}")))?;
+        }
+        if let Some(registry) = config
+            .cache
+            .insecure_registries
+            .iter()
+            .find(|r| r.contains('/'))
+        {
+            return Err(invalid(format!(
+                "cache.insecure_registries: {registry:?} is not HOST[:PORT]"
+            )));
+        }
         if !(1..=1 << 20).contains(&l.slowest_mib_s) {
             return Err(invalid(format!(
                 "limits.slowest_mib_s = {} is not within 1 and {}",
@@ -375,6 +412,7 @@ impl Config {
         for (key, paths) in [
             ("mounts.allow", &config.mounts.allow),
             ("criu.config_directories", &config.criu.config_directories),
+            ("vram.parents", &config.vram.parents),
             ("store", &config.store.directories()),
             ("store.used_in", &config.store.used_in),
             ("cache.path", &vec![config.cache.path.clone()]),
@@ -393,7 +431,7 @@ impl Config {
                 "checkpoint: `require` and `keys` are [restore]'s".into(),
             ));
         }
-        let places = config.checkpoint.check();
+        let places = config.checkpoint.check_places();
         places.map_err(|e| invalid(format!("checkpoint.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_plan::mapping::gpumap::Wish>()
@@ -430,6 +468,26 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// Finds the line of the key with which a reason begins, unless it is in an inline table.
+fn line_of(text: &str, reason: &str) -> Option<usize> {
+    let key = reason.split([' ', ':']).next()?;
+    let mut table = "";
+    for (number, line) in (1..).zip(text.lines().map(str::trim)) {
+        let header = line.strip_prefix('[').and_then(|rest| rest.split_once(']'));
+        table = header.map_or(table, |(name, _)| name.trim());
+        let name = line.split_once('=').map(|(name, _)| name.trim());
+        let is_of_table = |name| {
+            key.strip_prefix(table)?
+                .strip_prefix('.')?
+                .strip_prefix(name)
+        };
+        if name.is_some_and(|name| name == key || is_of_table(name) == Some("")) {
+            return Some(number);
+        }
+    }
+    None
 }
 
 #[cfg(test)]
@@ -529,6 +587,36 @@ mod tests {
             ("[nvidia]\nvram = \"yes\"", "vram"),
             ("[nvidia]\nsharing = \"yes\"", "sharing = \"yes\""),
             ("[vram]\nchunk_kib = 100", "chunk_kib"),
+            ("[vram]\nparent = \"of\"", "line 2: vram.parent: \"of\""),
+            ("[vram]\nparents = [\"opt\"]", "line 2: vram.parents: opt"),
+            (
+                "[nvidia]\nlock_timeout_ms = 0",
+                "line 2: nvidia.lock_timeout_ms = 0",
+            ),
+            (
+                "nvidia.lock_timeout_ms = 86400001",
+                "line 1: nvidia.lock_timeout_ms",
+            ),
+            (
+                "[amd]\n[nccl]\n\n quiesce_s=86401",
+                "line 4: nccl.quiesce_s = 86401",
+            ),
+            (
+                "[cache]\ninsecure_registries = [\"http://r:5000\"]",
+                "\"http://r:5000\"",
+            ),
+            (
+                "[cache]\ninsecure_registries = [\"r/\"]",
+                "\"r/\" is not HOST",
+            ),
+            (
+                "[checkpoint]\nallow = [\"docker://r\"]",
+                "checkpoint.allow: docker://r",
+            ),
+            (
+                "[restore]\nallow = [\"docker://\"]",
+                "restore.allow: docker://",
+            ),
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
@@ -557,5 +645,7 @@ mod tests {
             Config::default()
         );
         assert!(Config::read(Path::new("/no/such"), true).is_err());
+        let empty = Config::load_from(Some("".as_ref())).map_err(|e| e.to_string());
+        assert_eq!(empty, Config::load_from(None).map_err(|e| e.to_string()));
     }
 }

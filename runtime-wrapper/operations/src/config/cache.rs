@@ -31,4 +31,24 @@ impl CacheOptions {
     pub fn max_bytes(&self) -> u64 {
         self.max_gib.saturating_mul(1 << 30)
     }
+
+    /// Returns true for a registry of [`Self::insecure_registries`].
+    pub fn is_insecure(&self, registry: &str) -> bool {
+        let mut insecure = self.insecure_registries.iter();
+        insecure.any(|r| r.eq_ignore_ascii_case(registry))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_hosts_have_no_case() {
+        let cache = CacheOptions {
+            insecure_registries: vec!["R.example:5000".into()],
+            ..CacheOptions::default()
+        };
+        assert!(cache.is_insecure("r.example:5000") && !cache.is_insecure("r.example"));
+    }
 }

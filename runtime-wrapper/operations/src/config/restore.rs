@@ -111,6 +111,15 @@ impl Rule {
 
     /// Checks what the types do not say.
     fn check(&self) -> Result<(), String> {
+        // No image is named otherwise: `cryopod_registry::parse_reference`.
+        let registry = self.from.strip_prefix(REGISTRY);
+        let registry = registry.and_then(|name| name.split('/').next());
+        if registry.is_some_and(|r| !r.contains(['.', ':']) && r != "localhost") {
+            return Err(format!(
+                "{} names no registry, as in {REGISTRY}docker.io/team",
+                self.from
+            ));
+        }
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
                 "{} is no absolute path, and no {REGISTRY}REGISTRY",
@@ -136,6 +145,14 @@ impl RestoreOptions {
     /// Checks the rules.
     pub fn check(&self) -> Result<(), String> {
         self.allow.iter().try_for_each(Rule::check)
+    }
+
+    /// Checks rules for places, which are directories.
+    pub fn check_places(&self) -> Result<(), String> {
+        match self.allow.iter().find(|rule| rule.directory().is_none()) {
+            Some(rule) => Err(format!("{} is no directory", rule.from)),
+            None => self.check(),
+        }
     }
 }
 
@@ -251,6 +268,9 @@ mod tests {
             ("{from = \"/a\", users = [-1]}", "-1"),
             ("{from = \"/a\", containerd = [\"\"]}", "/a: an empty name"),
             ("{from = \"/a\", keys = [\"/k\"]}", "/a: `keys` are"),
+            ("\"docker://\"", "docker:// names no registry"),
+            ("\"docker:///a\"", "docker:///a names no registry"),
+            ("\"docker://team\"", "docker://team names no registry"),
             ("1", "a directory or registry"),
         ] {
             let e = rule(text).unwrap_err();

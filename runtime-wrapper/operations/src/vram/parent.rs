@@ -34,6 +34,17 @@ pub struct HeldParent {
     pub lock: Option<Flock<File>>,
 }
 
+/// Checks what the annotation or `vram.parent` says.
+pub fn check(wish: &str) -> Result<(), String> {
+    match wish.trim() {
+        "auto" | "off" => Ok(()),
+        path if Path::new(path).is_absolute() => Ok(()),
+        other => Err(format!(
+            "{other:?} is not one of auto, off, and no absolute path"
+        )),
+    }
+}
+
 /// Returns the parent of this checkpoint; `None`: this one is whole.
 ///
 /// # Errors
@@ -45,7 +56,8 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     let directory = match wish {
         Some("off") => None,
         Some("auto") => newest_beside(&images, &inv.id),
-        Some(path) if Path::new(path).is_absolute() => {
+        Some(path) => {
+            check(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
             if let (Some(_), Some(directory)) = (spec.annotation(ANNOTATION), &found) {
                 let allowed = within(config, &images, directory);
@@ -53,11 +65,6 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
                     .map_err(|what| Error::untouched(format!("{ANNOTATION}: {path:?} {what}")))?;
             }
             found
-        }
-        Some(other) => {
-            return Err(Error::untouched(format!(
-                "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path"
-            )));
         }
         None => {
             let path = inv.flags.value("parent-path").filter(|p| !p.is_empty());
