@@ -186,6 +186,7 @@ fn map(
     let situation = Situation {
         recorded,
         here,
+        wished_by: "--map",
         ..Situation::default()
     };
     let told = |refusals: Vec<cryopod_gpu_plan::refusal::Refusal>| {

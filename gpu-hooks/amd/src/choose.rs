@@ -8,7 +8,7 @@ use crate::checks::{KfdSwitches, compare, matches, names};
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
-use cryopod_gpu_plan::mapping::wish::{self, Wish};
+use cryopod_gpu_plan::mapping::wish::Wish;
 
 /// The plugin prints each list of GPUs, `0xABCD ` a GPU, into a buffer of this size, and does not check it.
 const PRINTED: usize = 200;
@@ -25,6 +25,8 @@ pub struct ChoiceRequest<'a> {
     pub permitted: Option<&'a [u32]>,
     /// The user's map: OLD by `gpu_id`, render minor, index, PCI address or unique id, and NEW likewise.
     pub wish: &'a Wish,
+    /// What the map is given with, for refusals.
+    pub wished_by: &'static str,
     pub switches: &'a KfdSwitches,
 }
 
@@ -72,7 +74,7 @@ pub fn choose(request: &ChoiceRequest<'_>) -> Result<KfdChoice, Box<KfdRefused>>
     let switches = request.switches;
     let mut checks = vec![gpu_count(source, &candidates)];
     checks.extend(same_gpus(request.sources));
-    let wishes = match wishes(request.wish, source, &candidates) {
+    let wishes = match wishes(request, source, &candidates) {
         Ok(wishes) => wishes,
         Err(wrong) => {
             checks.extend(wrong);
@@ -105,7 +107,7 @@ pub fn choose(request: &ChoiceRequest<'_>) -> Result<KfdChoice, Box<KfdRefused>>
         switch: None,
         remedy: format!(
             "name other GPUs by {}; the plugin of CRIU up to 4.2 chooses by itself",
-            wish::ANNOTATION
+            request.wished_by
         ),
     });
     Err(refuse(format!("CRIU's amdgpu plugin {trouble}"), checks))
@@ -372,17 +374,17 @@ fn named<'a>(topology: &'a Topology, name: &str) -> Option<&'a Node> {
 }
 
 fn wishes(
-    wanted: &Wish,
+    request: &ChoiceRequest<'_>,
     source: &Topology,
     candidates: &Topology,
 ) -> Result<Vec<(u32, u32)>, Vec<Check>> {
-    let Wish::Pairs(pairs) = wanted else {
+    let Wish::Pairs(pairs) = request.wish else {
         return Ok(Vec::new());
     };
     let (mut found, mut wrong) = (Vec::<(u32, u32)>::new(), Vec::new());
     let mut complain = |subject: &str, recorded: String, found: String| {
         wrong.push(Check {
-            name: wish::ANNOTATION.into(),
+            name: request.wished_by.into(),
             subject: subject.to_owned(),
             recorded,
             found,

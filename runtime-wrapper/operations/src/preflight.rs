@@ -264,6 +264,7 @@ fn amd(
         target: &target,
         permitted: permitted.as_deref(),
         wish: &gpus::wish(question.config, question.spec)?,
+        wished_by: gpus::wished_by(question.spec),
         switches: &switches,
     };
     let choice = match amd_choose::choose(&request) {

@@ -35,13 +35,14 @@ pub fn places(recorded: &[Gpu], here: &[Gpu], wish: &Wish) -> anyhow::Result<Vec
     let situation = Situation {
         recorded: recorded.to_vec(),
         here: here.iter().filter(of_kind).cloned().collect(),
+        wished_by: "--map",
         ..Situation::default()
     };
     let chosen = match gpumap::decide(&situation, wish) {
         Ok(chosen) => chosen,
         Err(refusals) => {
             let reasons: Vec<String> = refusals.iter().map(ToString::to_string).collect();
-            bail!("--map: {}", reasons.join(" | "));
+            bail!("{}", reasons.join(" | "));
         }
     };
     let places = chosen.into_iter().map(|choice| GpuPlace {

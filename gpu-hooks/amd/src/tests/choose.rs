@@ -18,6 +18,7 @@ fn decide(
         target,
         permitted,
         wish: &wish.parse::<Wish>().unwrap(),
+        wished_by: "gpu.map",
         switches,
     })
 }
@@ -149,7 +150,7 @@ fn wishes_by_every_kind_of_name() {
     )
     .unwrap_err());
     for want in [
-        "dev.cryopod.gpu.map of 7: the checkpoint has no such GPU",
+        "gpu.map of 7: the checkpoint has no such GPU",
         "of renderD140:",
         "named a second time",
     ] {

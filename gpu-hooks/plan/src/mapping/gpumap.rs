@@ -41,6 +41,8 @@ impl Wish {
 /// The facts for the choice. GPUs of both vendors stand side by side in the lists.
 #[derive(Debug, Clone, Default)]
 pub struct Situation {
+    /// What the user's map is given with, for refusals.
+    pub wished_by: &'static str,
     pub recorded: Vec<Gpu>,
     pub here: Vec<Gpu>,
     /// The GPUs to choose from, by [`Gpu::id`]: [`offered`]. `None`: any.
@@ -272,25 +274,26 @@ fn explicit(
     pairs: &[(String, String)],
     refusals: &mut Vec<Refusal>,
 ) -> Vec<Choice> {
+    let by = situation.wished_by;
     let mut chosen: Vec<Choice> = Vec::new();
     for (old, new) in pairs {
         let from = find(&situation.recorded, old, None);
         let to = find(&situation.here, new, from.first().map(|g| g.vendor));
         if from.is_empty() {
             refusals.push(Refusal::new(
-                format!("{ANNOTATION}: the checkpoint has no GPU {old}"),
+                format!("{by}: the checkpoint has no GPU {old}"),
                 format!("it has {}", names(&situation.recorded)),
             ));
         }
         if to.is_empty() {
             refusals.push(Refusal::new(
-                format!("{ANNOTATION}: this host has no GPU {new}"),
+                format!("{by}: this host has no GPU {new}"),
                 format!("it has {}", names(&situation.here)),
             ));
         }
         if from.len() > 1 || to.len() > 1 {
             refusals.push(Refusal::new(
-                format!("{ANNOTATION}: {old}={new} can mean several GPUs"),
+                format!("{by}: {old}={new} can mean several GPUs"),
                 "name them by their nodes, such as /dev/nvidia1 or /dev/dri/renderD130",
             ));
             continue;
@@ -300,7 +303,7 @@ fn explicit(
         };
         if let Some(refused) = situation.refused.get(&to.id) {
             refusals.push(Refusal::new(
-                format!("{ANNOTATION}: {old}={new}: {}", refused.what),
+                format!("{by}: {old}={new}: {}", refused.what),
                 refused.remedy.clone(),
             ));
             continue;
@@ -310,7 +313,7 @@ fn explicit(
             .any(|c| same(&c.old, from) || same(&c.new, to))
         {
             refusals.push(Refusal::new(
-                format!("{ANNOTATION}: {old}={new} names a GPU a second time"),
+                format!("{by}: {old}={new} names a GPU a second time"),
                 "name each GPU once on each side",
             ));
         } else {
@@ -323,7 +326,7 @@ fn explicit(
         }
         match situation.here.iter().find(|g| same(g, old) && !situation.refused.contains_key(&g.id) && !chosen.iter().any(|c| same(&c.new, g))) {
             Some(same) => chosen.push(choice(old, same, "")),
-            None => refusals.push(Refusal::new(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken, absent or not given by the engine", old.id), "name a target for every GPU of the checkpoint")),
+            None => refusals.push(Refusal::new(format!("{by}: {} is not mapped, and its own place on this host is taken, absent or not given by the engine", old.id), "name a target for every GPU of the checkpoint")),
         }
     }
     chosen

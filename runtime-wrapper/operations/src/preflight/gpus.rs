@@ -124,7 +124,15 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
     said.or(config.gpu.map.as_deref())
         .unwrap_or_default()
         .parse()
-        .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))
+        .map_err(|e| Error::Failed(format!("{}: {e}", wished_by(spec))))
+}
+
+/// Returns what [`wish`] is given with. The command line's map comes as the configuration's.
+pub fn wished_by(spec: &Spec) -> &'static str {
+    match spec.annotation(gpumap::ANNOTATION) {
+        Some(_) => gpumap::ANNOTATION,
+        None => "--map or gpu.map",
+    }
 }
 
 fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentReady>) -> Situation {
@@ -142,6 +150,7 @@ fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentRea
     }
     let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
+        wished_by: wished_by(ceiling.spec),
         recorded,
         offered: gpumap::offered(ceiling, &metadata.gpu, &here),
         here,
