@@ -17,6 +17,7 @@ use crate::archives::confined::identities;
 use crate::archives::registry_args::{RegistryAccess, RegistryArgs};
 use crate::archives::signature::{self, Signature};
 use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::numbers;
 use crate::terminal::ui;
 use cryopod_archive::source::ArchivePlace;
 use cryopod_operations::config::Config;
@@ -47,8 +48,8 @@ pub struct PackMethod {
     /// The zstd level, -7 to 19, or the gzip level, 1 to 9.
     #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     level: i32,
-    /// Threads that compress; 0: one per core. The result does not depend on it.
-    #[arg(long, default_value_t = 0)]
+    /// Threads that compress, up to 32; 0: one per core, at most 16. The result does not depend on it.
+    #[arg(long, default_value_t = 0, value_parser = numbers::threads)]
     threads: usize,
     /// Put all files into one layer.
     #[arg(long)]

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use cryopod_archive::unpack::UnpackOptions;
 
+use crate::terminal::numbers;
 use crate::{archives::confined, terminal::ui};
 use cryopod_archive::source::ArchivePlace;
 
@@ -18,8 +19,8 @@ pub struct Args {
     /// Only CRIU's images, directly in the directory, as a runtime's --image-path wants them.
     #[arg(long)]
     images_only: bool,
-    /// Threads; 0: one per core.
-    #[arg(long, default_value_t = 0)]
+    /// Threads, up to 32; 0: one per core, at most 16.
+    #[arg(long, default_value_t = 0, value_parser = numbers::threads)]
     threads: usize,
     /// Print nothing while it runs.
     #[arg(short, long)]

@@ -9,6 +9,7 @@ use cryopod_archive::vram::parent::WantedParent;
 
 use crate::archives::confined::{Decoding, identities};
 use crate::store::stores;
+use crate::terminal::numbers;
 use crate::terminal::ui;
 use cryopod_archive::source::ArchivePlace;
 
@@ -22,8 +23,8 @@ pub struct Args {
     /// A store to search for the large files before the configured ones; may be given several times.
     #[arg(long)]
     store: Vec<PathBuf>,
-    /// Threads; 0: one per core.
-    #[arg(long, default_value_t = 0)]
+    /// Threads, up to 32; 0: one per core, at most 16.
+    #[arg(long, default_value_t = 0, value_parser = numbers::threads)]
     threads: usize,
     /// Print only errors.
     #[arg(short, long)]

@@ -24,6 +24,7 @@ use crate::archives::streams;
 use crate::engines::engine::{Engine, EngineCall, Interrupted, which};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::numbers;
 use crate::terminal::ui::Steps;
 
 #[derive(clap::Args)]
@@ -53,7 +54,7 @@ pub struct Args {
     #[arg(long, default_value = "default")]
     namespace: String,
     /// Time limit of the engine's checkpoint, in seconds.
-    #[arg(long, default_value_t = 3600)]
+    #[arg(long, default_value_t = 3600, value_parser = numbers::seconds)]
     timeout: u64,
     /// Print at the end how long each step took, as JSON.
     #[arg(long)]

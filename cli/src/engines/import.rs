@@ -26,6 +26,7 @@ use crate::archives::streams;
 use crate::engines::carried::{self, NamedImage};
 use crate::engines::engine::{Engine, EngineCall, which};
 use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::numbers;
 use crate::terminal::ui::Steps;
 use cryopod_archive::source::ArchivePlace;
 use cryopod_gpu_plan::mapping::gpumap::Wish;
@@ -56,7 +57,7 @@ pub struct Args {
     #[arg(long, default_value = "default")]
     namespace: String,
     /// Time limit for the engine, in seconds.
-    #[arg(long, default_value_t = 3600)]
+    #[arg(long, default_value_t = 3600, value_parser = numbers::seconds)]
     timeout: u64,
     /// Print at the end how long each step of a restore took, as JSON.
     #[arg(long)]

@@ -38,6 +38,7 @@ use self::by_engine::Needs;
 use crate::engines::container::Container;
 use crate::engines::engine::{Engine, EngineCall, which};
 use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::numbers;
 
 /// Time limit of a question.
 const ASK: Duration = Duration::from_secs(60);
@@ -72,7 +73,7 @@ pub struct Args {
     #[arg(long, default_value = "default")]
     namespace: String,
     /// Time limit of each step, in seconds.
-    #[arg(long, default_value_t = 3600)]
+    #[arg(long, default_value_t = 3600, value_parser = numbers::seconds)]
     timeout: u64,
     /// The parent's directory: this process does the steps.
     #[arg(long, hide = true)]

@@ -15,6 +15,8 @@ use cryopod_operations::config::restore::REGISTRY;
 use cryopod_registry::parse_reference;
 use serde_json::{Value, json};
 
+use crate::terminal::numbers;
+
 pub const NAME: &str = "kubectl-cryopod";
 const ASK: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_secs(1);
@@ -52,7 +54,7 @@ enum PluginCommand {
         #[command(flatten)]
         cluster: ClusterArgs,
         /// The longest time for the checkpoint and for the push, each, in seconds.
-        #[arg(long, default_value_t = 1800)]
+        #[arg(long, default_value_t = 1800, value_parser = numbers::seconds)]
         timeout: u64,
     },
     /// Lets the pods of a deployment begin at a checkpoint.
