@@ -7,10 +7,12 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use cryopod_archive::format::names;
 use cryopod_archive::source::ArchivePlace;
-use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_host::files::bytes_below;
+use cryopod_host::programs::{SystemTools, ToolError, Tools};
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::config::Config;
@@ -76,7 +78,9 @@ fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, Strin
     let Some(rule) = rule_of(config, wish) else {
         return Err(wish.not_allowed("registry or repository"));
     };
-    cached(config, named.as_ref(), &rule.keys)
+    // The registry alone knows how much it is.
+    let limit = config.limits.restore(0);
+    cached(named.as_ref(), &rule.keys, limit)
 }
 
 /// Returns the first rule that has an image: by its registry, its repository or its whole name.
@@ -128,11 +132,16 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
         source.push(":");
         source.push(image);
     }
-    cached(config, &source, &[])
+    cached(&source, &[], limit_of(config, &real))
+}
+
+/// Returns how long an archive may take to be brought into the cache.
+fn limit_of(config: &Config, archive: &Path) -> Duration {
+    config.limits.restore(bytes_below(archive))
 }
 
 /// Brings a checkpoint into the cache, unless it is there, and holds it.
-fn cached(config: &Config, source: &OsStr, keys: &[PathBuf]) -> Result<SourceImages, String> {
+fn cached(source: &OsStr, keys: &[PathBuf], limit: Duration) -> Result<SourceImages, String> {
     let tools = SystemTools::from_env();
     let beside = std::env::current_exe().ok();
     let beside = beside.and_then(|exe| Some(exe.parent()?.join(PROGRAM)));
@@ -148,9 +157,7 @@ fn cached(config: &Config, source: &OsStr, keys: &[PathBuf]) -> Result<SourceIma
     }
     args.extend([OsStr::new("--"), source]);
     for _ in 0..TRIES {
-        let out = tools
-            .output(&program, &args, config.limits.restore(0))
-            .map_err(|e| e.to_string())?;
+        let out = tools.output(&program, &args, limit).map_err(unfinished)?;
         if out.code != 0 {
             let said = out.stderr.trim();
             let why = said.rsplit_once("Error: ").map_or(said, |(_, why)| why);
@@ -168,6 +175,15 @@ fn cached(config: &Config, source: &OsStr, keys: &[PathBuf]) -> Result<SourceIma
         }
     }
     Err("it was removed from the cache again and again: raise cache.max_gib".into())
+}
+
+fn unfinished(e: ToolError) -> String {
+    let is_late = matches!(e, ToolError::Timeout { .. });
+    let remedy = match is_late {
+        true => "; raise limits.restore_s, or run this before",
+        false => "",
+    };
+    format!("{e}{remedy}")
 }
 
 /// Locks the checkpoint of an image directory in the cache, so that nobody removes it.
@@ -216,6 +232,22 @@ mod tests {
         fs::set_permissions(&pages, Permissions::from_mode(0o666)).unwrap();
         let said = ask().unwrap_err();
         assert!(said.contains("pages-1.img is not root's alone"), "{said}");
+    }
+
+    #[test]
+    fn a_large_archive_has_more_time_and_a_late_one_names_the_limit() {
+        let archive = tempfile::NamedTempFile::new().unwrap();
+        let limit = || limit_of(&Config::default(), archive.path()).as_secs();
+        assert_eq!(limit(), 900);
+        archive.as_file().set_len(1 << 40).unwrap();
+        assert_eq!(limit(), (1 << 20) / 50);
+        let said = unfinished(ToolError::Timeout {
+            program: PROGRAM.into(),
+            args: "cache pull".into(),
+            limit: Duration::from_secs(900),
+        });
+        assert!(said.contains("cache pull: no answer within 900s"), "{said}");
+        assert!(said.contains("limits.restore_s"), "{said}");
     }
 
     fn config(rules: Vec<Rule>) -> Config {
