@@ -1,6 +1,7 @@
 //! Reads `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
 
 pub mod cache;
+pub mod criu_values;
 pub mod encrypt;
 pub mod restore;
 pub mod rootfs;
@@ -22,9 +23,6 @@ use cryopod_gpu_plan::checks::switches;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
-
-use crate::criu::values;
-use crate::vram::parent;
 
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
@@ -390,7 +388,7 @@ impl Config {
             }
         }
         if let Some(parent) = config.vram.parent.as_deref() {
-            parent::check(parent).map_err(|e| invalid(format!("vram.parent: {e}")))?;
+            vram::check_parent(parent).map_err(|e| invalid(format!("vram.parent: {e}")))?;
         }
         if let Some(registry) = config
             .cache
@@ -463,7 +461,7 @@ impl Config {
                     "criu.options.{key} is set by cryopod for each operation"
                 )));
             }
-            *value = values::checked(key, value)
+            *value = criu_values::checked(key, value)
                 .map_err(|reason| invalid(format!("criu.options.{key}: {reason}")))?;
         }
         Ok(config)

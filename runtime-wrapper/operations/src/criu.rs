@@ -8,7 +8,6 @@ pub mod helpers;
 pub mod opts;
 pub mod plugins;
 pub mod program;
-pub mod values;
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -111,8 +111,14 @@ impl Rule {
 
     /// Checks what the types do not say.
     fn check(&self) -> Result<(), String> {
-        if self.from.trim_end_matches('/').len() < REGISTRY.len() && self.directory().is_none() {
-            return Err(format!("{}: no registry is named", self.from));
+        // No image is named otherwise: `cryopod_registry::parse_reference`.
+        let registry = self.from.strip_prefix(REGISTRY);
+        let registry = registry.and_then(|name| name.split('/').next());
+        if registry.is_some_and(|r| !r.contains(['.', ':']) && r != "localhost") {
+            return Err(format!(
+                "{} names no registry, as in {REGISTRY}docker.io/team",
+                self.from
+            ));
         }
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
@@ -262,6 +268,9 @@ mod tests {
             ("{from = \"/a\", users = [-1]}", "-1"),
             ("{from = \"/a\", containerd = [\"\"]}", "/a: an empty name"),
             ("{from = \"/a\", keys = [\"/k\"]}", "/a: `keys` are"),
+            ("\"docker://\"", "docker:// names no registry"),
+            ("\"docker:///a\"", "docker:///a names no registry"),
+            ("\"docker://team\"", "docker://team names no registry"),
             ("1", "a directory or registry"),
         ] {
             let e = rule(text).unwrap_err();

@@ -1,6 +1,6 @@
 //! Parses the table `[vram]` and the key `nvidia.vram`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use cryopod_archive::vram::Codec;
@@ -68,6 +68,17 @@ impl VramOptions {
         };
         config.validate()?;
         Ok(config)
+    }
+}
+
+/// Checks what the annotation or `vram.parent` says.
+pub fn check_parent(wish: &str) -> Result<(), String> {
+    match wish.trim() {
+        "auto" | "off" => Ok(()),
+        path if Path::new(path).is_absolute() => Ok(()),
+        other => Err(format!(
+            "{other:?} is not one of auto, off, and no absolute path"
+        )),
     }
 }
 

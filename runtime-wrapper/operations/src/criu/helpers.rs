@@ -28,6 +28,7 @@ use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::config::Config;
+use crate::config::criu_values::Lock;
 use crate::request::lowlevel::{LowLevel, RuntimeKind};
 
 /// The environment variable that names another `ip` to CRIU.
@@ -53,31 +54,6 @@ pub enum Helper {
     /// Saves addresses, routes and rules of a network namespace.
     Ip,
     Lock(Lock),
-}
-
-/// The way in which CRIU blocks the network during a dump.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Lock {
-    Iptables,
-    Nftables,
-    Skip,
-}
-
-impl Lock {
-    /// CRIU's word for it, as in the option `network-lock`.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Iptables => "iptables",
-            Self::Nftables => "nftables",
-            Self::Skip => "skip",
-        }
-    }
-
-    /// Parses the value of `network-lock`.
-    pub fn of(word: &str) -> Option<Self> {
-        let all = [Self::Iptables, Self::Nftables, Self::Skip];
-        all.into_iter().find(|l| l.word() == word)
-    }
 }
 
 impl Helper {

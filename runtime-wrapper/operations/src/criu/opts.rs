@@ -13,10 +13,9 @@ use cryopod_gpu_plan::hazards::Connection;
 use cryopod_gpu_plan::refusal::Refusal;
 
 use crate::config::CriuValue;
+use crate::config::criu_values::{self, Lock};
 use crate::criu::file;
-use crate::criu::helpers::Lock;
 use crate::criu::numbers;
-use crate::criu::values;
 use crate::request::argv::Flags;
 use crate::request::lowlevel::RuntimeKind;
 
@@ -105,7 +104,7 @@ impl CriuOptions {
                 });
             }
             let text = value.as_str().unwrap_or_default().trim();
-            let value = values::checked(name, &CriuValue::Text(text.to_owned()));
+            let value = criu_values::checked(name, &CriuValue::Text(text.to_owned()));
             let value = value.map_err(|reason| OptionError::Value {
                 name: name.to_owned(),
                 reason,
@@ -139,7 +138,7 @@ impl CriuOptions {
             Some(CriuValue::Text(text)) => text,
             _ => return u64::MAX,
         };
-        values::size(text).unwrap_or(u64::MAX)
+        criu_values::size(text).unwrap_or(u64::MAX)
     }
 
     fn set(&mut self, name: &str) {

@@ -16,6 +16,7 @@ use cryopod_host::spec::Spec;
 use nix::fcntl::Flock;
 
 use crate::config::Config;
+use crate::config::vram::check_parent;
 use crate::error::Error;
 use crate::images::place::prune;
 use crate::request::argv::Invocation;
@@ -34,17 +35,6 @@ pub struct HeldParent {
     pub lock: Option<Flock<File>>,
 }
 
-/// Checks what the annotation or `vram.parent` says.
-pub fn check(wish: &str) -> Result<(), String> {
-    match wish.trim() {
-        "auto" | "off" => Ok(()),
-        path if Path::new(path).is_absolute() => Ok(()),
-        other => Err(format!(
-            "{other:?} is not one of auto, off, and no absolute path"
-        )),
-    }
-}
-
 /// Returns the parent of this checkpoint; `None`: this one is whole.
 ///
 /// # Errors
@@ -57,7 +47,7 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
         Some("off") => None,
         Some("auto") => newest_beside(&images, &inv.id),
         Some(path) => {
-            check(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
+            check_parent(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
             if let (Some(_), Some(directory)) = (spec.annotation(ANNOTATION), &found) {
                 let allowed = within(config, &images, directory);

@@ -5,8 +5,7 @@
 
 use cryopod_host::spec::switch;
 
-use crate::config::CriuValue;
-use crate::criu::helpers::Lock;
+use super::CriuValue;
 
 /// Options that have no value. Most can also be switched off, as `no-NAME`.
 const SWITCHES: &str = "all allow-uprobes auto-dedup daemon deprecated display-stats enable-external-masters \
@@ -20,6 +19,31 @@ const TEXTS: &str = "address cgroup-dump-controller cgroup-props cgroup-props-fi
     empty-ns enable-fs ext-mount-map external feature file-validation freeze-cgroup images-dir \
     inherit-fd irmap-scan-path join-ns log-file lsm-mount-context lsm-profile pidfile port pre-dump-mode \
     prev-images-dir ps-socket root skip-mnt status-fd tls-cacert tls-cacrl tls-cert tls-key tree veth-pair work-dir";
+
+/// The way in which CRIU blocks the network during a dump.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Lock {
+    Iptables,
+    Nftables,
+    Skip,
+}
+
+impl Lock {
+    /// CRIU's word for it, as in the option `network-lock`.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Iptables => "iptables",
+            Self::Nftables => "nftables",
+            Self::Skip => "skip",
+        }
+    }
+
+    /// Parses the value of `network-lock`.
+    pub fn of(word: &str) -> Option<Self> {
+        let all = [Self::Iptables, Self::Nftables, Self::Skip];
+        all.into_iter().find(|l| l.word() == word)
+    }
+}
 
 /// Returns the value of an option as CRIU takes it. Those of options that are not known here need only be one word.
 ///
