@@ -481,7 +481,8 @@ fn line_of(text: &str, reason: &str) -> Option<usize> {
                 .strip_prefix('.')?
                 .strip_prefix(name)
         };
-        if name.is_some_and(|name| name == key || is_of_table(name) == Some("")) {
+        let is_it = |name| (name == key && table.is_empty()) || is_of_table(name) == Some("");
+        if name.is_some_and(is_it) {
             return Some(number);
         }
     }

@@ -28,6 +28,7 @@ use crate::bundle::{self, BundleUndo, Edit, avoid};
 use crate::checkpoint::on_stop;
 use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
+use crate::criu::opts::CriuOptions;
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::{self, setting};
@@ -108,7 +109,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 fn check_switches(spec: &Spec) -> Result<(), Error> {
     let mut said = SWITCHES.iter().map(|key| spec.switch(key).map(drop));
-    said.try_for_each(|said| said.map_err(Error::not_started))
+    said.try_for_each(|said| said.map_err(Error::not_started))?;
+    CriuOptions::check_annotations(spec).map_err(|e| Error::not_started(e.to_string()))
 }
 
 /// Edits the bundle of a new container as its annotations ask for it, with one write. Dropped, the old text comes back.
@@ -219,6 +221,7 @@ fn restored(
     spec: &Spec,
     named: &CheckpointName<'_>,
 ) -> Result<ExitCode, Error> {
+    ensure_possible(inv)?;
     let CheckpointName { checkpoint, by } = named;
     let wish = SourceRequest {
         checkpoint,
@@ -296,19 +299,22 @@ fn for_one(spec: &Spec) -> Option<&str> {
 /// Options of `create` and `run` that a restore cannot carry out.
 const NOT_OF_A_RESTORE: [&str; 4] = ["config", "keep", "pidfd-socket", "preserve-fds"];
 
-/// Rewrites the command line of `create` or `run` as that of a restore.
-///
 /// # Errors
-/// It asks for what a restore cannot do.
-fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
+/// The command line asks for what a restore cannot do.
+fn ensure_possible(inv: &Invocation) -> Result<(), Error> {
     let asked = |name: &&&str| {
         inv.flags.has(name) && inv.flags.value(name).is_none_or(|value| value != "0")
     };
-    if let Some(name) = NOT_OF_A_RESTORE.iter().find(asked) {
-        return Err(Error::not_started(format!(
+    match NOT_OF_A_RESTORE.iter().find(asked) {
+        None => Ok(()),
+        Some(name) => Err(Error::not_started(format!(
             "a container cannot be created from a checkpoint with --{name}: leave it out"
-        )));
+        ))),
     }
+}
+
+/// Rewrites the command line of `create` or `run` as that of a restore.
+fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
     let bundle = inv.bundle();
     let bundle = std::path::absolute(&bundle).map_err(Error::at(&bundle, "cannot be found"))?;
     let logs = bundle.join(LOGS);

@@ -59,7 +59,9 @@ pub fn checked(name: &str, value: &CriuValue) -> Result<CriuValue, String> {
     let is_switch = has(SWITCHES, name.strip_prefix("no-").unwrap_or(name));
     let (taken, form) = match name {
         _ if is_switch || name == "tls-no-cn-verify" => {
-            let on = word.as_deref().and_then(switch);
+            // CRIU ignores the value of an option that is there.
+            let on = |word| switch(word).or(["1", "yes"].contains(&word).then_some(true));
+            let on = word.as_deref().and_then(on);
             (on.map(CriuValue::Flag), "true nor false")
         }
         "timeout" => {
@@ -116,19 +118,20 @@ fn number(digits: &str) -> Option<u64> {
     digits.parse().ok().filter(|_| all_digits)
 }
 
-/// Parses a size as CRIU has it: bytes, or K, M, G.
+/// Parses a size as CRIU has it: bytes, or K, M, G, as in `2G` and `2GiB`.
 pub fn size(text: &str) -> Option<u64> {
-    let shift = match text.bytes().last()? {
-        b'K' => 10,
-        b'M' => 20,
-        b'G' => 30,
-        _ => 0,
+    let unit = text.trim_start_matches(|c: char| c.is_ascii_digit());
+    let shift = match unit.trim_start_matches(['K', 'M', 'G']) {
+        "" | "B" | "iB" => match unit.bytes().next() {
+            None => 0,
+            Some(b'K') => 10,
+            Some(b'M') => 20,
+            Some(b'G') => 30,
+            Some(_) => return None,
+        },
+        _ => return None,
     };
-    let digits = match shift {
-        0 => text,
-        _ => text.get(..text.len() - 1)?,
-    };
-    number(digits)?.checked_mul(1 << shift)
+    number(text.strip_suffix(unit)?)?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
@@ -147,6 +150,8 @@ mod tests {
             ("timeout", CriuValue::Number(60)),
             ("ghost-limit", text("0")),
             ("ghost-limit", text("300M")),
+            ("ghost-limit", text("1GB")),
+            ("ghost-limit", text("512KiB")),
             ("network-lock", text("skip")),
             ("external", list(&["mnt[/a]:b", "net[1]:c"])),
             ("lsm-profile", text("selinux:x")),
@@ -159,6 +164,8 @@ mod tests {
         }
         for (word, on) in [
             ("on", true),
+            ("1", true),
+            ("yes", true),
             ("off", false),
             ("true", true),
             ("false", false),
@@ -180,7 +187,8 @@ mod tests {
             ("timeout", CriuValue::Number(1 << 31)),
             ("ghost-limit", text("8g")),
             ("ghost-limit", text("1.5G")),
-            ("ghost-limit", text("1GB")),
+            ("ghost-limit", text("1GX")),
+            ("ghost-limit", text("1B")),
             ("ghost-limit", text("G")),
             ("ghost-limit", text("")),
             ("ghost-limit", text("99999999999G")),

@@ -91,9 +91,13 @@ fn rule_of<'c>(config: &'c Config, wish: SourceRequest<'_>) -> Option<&'c Rule> 
         let repository = allowed.strip_prefix(REGISTRY);
         // `host:5000` is another registry than `host`.
         let names_image = repository.is_some_and(|r| r.contains('/'));
-        let after = match names_image {
-            true => &['/', ':', '@'][..],
-            false => &['/'],
+        // A tag's rule is not for each digest of its repository.
+        let image = repository.and_then(|r| r.rsplit('/').next());
+        let is_whole = names_image && image.is_some_and(|i| i.contains([':', '@']));
+        let after = match (names_image, is_whole) {
+            (true, false) => &['/', ':', '@'][..],
+            (true, true) => &[],
+            (false, _) => &['/'],
         };
         let rest = named.strip_prefix(allowed);
         let is_below = |r: &str| r.starts_with(after) || r.is_empty() && names_image;
@@ -268,6 +272,7 @@ mod tests {
             ("docker://r.example/team", "docker://r.example/teams/a:1"),
             ("docker://r.example/team/", "docker://r.example/other:1"),
             ("docker://r.example/a:1", "docker://r.example/a:12"),
+            ("docker://r.example/a:1", "docker://r.example/a:1@sha256:0"),
             ("docker://r.example/a:1", "docker://r.example/a:2"),
             ("docker://r.example", "docker://r.example"),
             ("/srv", "docker://r.example/a:1"),

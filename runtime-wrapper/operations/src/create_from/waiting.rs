@@ -125,14 +125,15 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
     }
     if let Some(state) = state {
         let spec = state.spec(ctx, inv);
-        let hooks = NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec);
-        let ran = hooks.and_then(|hooks| hooks.poststart(state.init));
-        ran.map_err(|e| {
-            Error::Failed(format!(
-                "start of {}, created from a checkpoint, failed: {e}",
-                inv.id
-            ))
-        })?;
+        match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
+            Ok(hooks) => hooks.poststart(state.init).map_err(|e| {
+                Error::Failed(format!(
+                    "start of {}, created from a checkpoint, failed: {e}",
+                    inv.id
+                ))
+            })?,
+            Err(e) => tracing::warn!("the poststart hooks are not run: {e}"),
+        }
         application::notify(ctx, inv, &spec, Moment::AfterRestore);
     }
     Ok(ExitCode::SUCCESS)

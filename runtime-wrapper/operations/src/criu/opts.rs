@@ -12,6 +12,9 @@ use cryopod_gpu_plan::ceiling::{AskedNode, Ceiling};
 use cryopod_gpu_plan::hazards::Connection;
 use cryopod_gpu_plan::refusal::Refusal;
 
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
 use crate::config::CriuValue;
 use crate::config::criu_values::{self, Lock};
 use crate::criu::file;
@@ -103,15 +106,20 @@ impl CriuOptions {
                     refused: refused.to_string(),
                 });
             }
-            let text = value.as_str().unwrap_or_default().trim();
-            let value = criu_values::checked(name, &CriuValue::Text(text.to_owned()));
-            let value = value.map_err(|reason| OptionError::Value {
-                name: name.to_owned(),
-                reason,
-            })?;
-            all.insert(name.to_owned(), value);
+            all.insert(name.to_owned(), annotated(name, value)?);
         }
         Ok(Self(all))
+    }
+
+    /// Checks the values of a container's annotations, which count at its checkpoints, perhaps days later.
+    pub fn check_annotations(spec: &Spec) -> Result<(), OptionError> {
+        let annotations = spec.json().get("annotations").and_then(|a| a.as_object());
+        for (key, value) in annotations.into_iter().flatten() {
+            if let Some(name) = key.strip_prefix(ANNOTATION) {
+                annotated(name, value)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns true if the option is set, and not to `false`.
@@ -283,6 +291,16 @@ impl CriuOptions {
     }
 }
 
+/// The value of an annotation.
+fn annotated(name: &str, value: &Value) -> Result<CriuValue, OptionError> {
+    let text = value.as_str().unwrap_or_default().trim();
+    let value = criu_values::checked(name, &CriuValue::Text(text.to_owned()));
+    value.map_err(|reason| OptionError::Value {
+        name: name.to_owned(),
+        reason,
+    })
+}
+
 fn mentions(text: &str, name: &str) -> bool {
     text.lines().any(|line| value_of(line, name).is_some())
 }
@@ -319,7 +337,7 @@ mod tests {
     use crate::request::argv::decode;
     use cryopod_gpu_plan::ceiling::Lifts;
     use cryopod_host::files::Host;
-    use cryopod_host::spec::Spec;
+
     use serde_json::json;
     use std::ffi::OsString;
 

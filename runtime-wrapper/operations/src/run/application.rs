@@ -116,9 +116,9 @@ fn warn(inv: &Invocation, done: Result<(), Error>) {
     }
 }
 
-/// Checks the limit that a new container sets: it counts at its checkpoints.
+/// Checks the limit that a new container sets: it counts at its checkpoints, perhaps of a host with other limits.
 pub fn check(config: &Config, spec: &Spec) -> Result<(), Error> {
-    let limit = limit(spec, config.limits.checkpoint_s, false);
+    let limit = limit(spec, config.limits.checkpoint_s, true);
     limit.map(drop).map_err(Error::not_started)
 }
 

@@ -175,7 +175,7 @@ impl NewHooks {
     /// Runs those that follow the start.
     ///
     /// # Errors
-    /// One has failed, and the container is killed, as crun and runc do.
+    /// One has failed, and the container is killed, as runc and crun 1.28 do.
     pub fn poststart(&self, init: i32) -> Result<(), Error> {
         for hook in &self.poststart {
             let ran = self.run(hook, "running", init, &mut hook.command());
