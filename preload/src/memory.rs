@@ -3,13 +3,19 @@
 //!
 //! Smaller allocations, and all that the program has shared with another process, are left to the driver.
 
+mod physical;
+
+use self::physical::{
+    access_for, create_anywhere, create_physical, device_memory, driver_call, map_physical,
+    other_call, release_physical, reserve, set_access, supports_rdma, unmap_physical, unreserve,
+};
 use crate::contexts;
-use crate::driver::{Symbol, call};
+use crate::driver::Symbol;
 use crate::gate;
-use crate::map::{Access, Contents, Location, Map, Properties};
+use crate::map::{Access, Contents, Map, Properties};
 use crate::process::PerProcess;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{CStr, c_int};
+use std::ffi::c_int;
 use std::ops::{Range, RangeInclusive};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::MutexGuard;
@@ -25,8 +31,6 @@ const NOT_READY: c_int = 600;
 const PINNED: u32 = 1;
 const DEVICE: u32 = 1;
 const POSIX_DESCRIPTOR: u32 = 1;
-const READ_WRITE: u32 = 3;
-const RDMA_SUPPORTED: usize = 110;
 /// The errors that are about a stream capture.
 const CAPTURE_ERRORS: RangeInclusive<c_int> = 900..=908;
 
@@ -61,108 +65,6 @@ static MEMORY: PerProcess<Memory> = PerProcess::new(Memory::new(), Memory::new()
 
 fn memory() -> MutexGuard<'static, Memory> {
     MEMORY.lock()
-}
-
-fn checked(code: c_int) -> Result<(), c_int> {
-    match code {
-        0 => Ok(()),
-        code => Err(code),
-    }
-}
-
-fn driver_call<const N: usize>(symbol: Symbol, a: [usize; N]) -> Result<(), c_int> {
-    // SAFETY: each caller here passes what the function takes: numbers, and pointers to live locals.
-    checked(unsafe { call(symbol, a) })
-}
-
-fn other_call<const N: usize>(name: &CStr, a: [usize; N]) -> Result<(), c_int> {
-    checked(contexts::other_call(name, a))
-}
-
-fn device_memory(device: i32, rdma: bool) -> Properties {
-    Properties {
-        kind: PINNED,
-        handle_types: POSIX_DESCRIPTOR,
-        location: Location {
-            kind: DEVICE,
-            id: device,
-        },
-        win32: 0,
-        compression: 0,
-        rdma: rdma.into(),
-        usage: 0,
-        reserved: [0; 4],
-    }
-}
-
-fn access_for(device: i32) -> Access {
-    Access {
-        location: Location {
-            kind: DEVICE,
-            id: device,
-        },
-        flags: READ_WRITE,
-    }
-}
-
-fn create_physical(bytes: u64, properties: &Properties) -> Result<u64, c_int> {
-    let mut handle = 0u64;
-    let mut properties = *properties;
-    // So that it can be given to the driver agent.
-    properties.handle_types = POSIX_DESCRIPTOR;
-    let from = &raw const properties as usize;
-    let arguments = [&raw mut handle as usize, bytes as usize, from, 0];
-    driver_call(Symbol::cuMemCreate, arguments).map(|()| handle)
-}
-
-/// The same, and without RDMA if that is why it fails: another host's GPU may not have it.
-fn create_anywhere(bytes: u64, properties: &mut Properties) -> Result<u64, c_int> {
-    let made = create_physical(bytes, properties);
-    if made.is_ok() || made == Err(OUT_OF_MEMORY) || properties.rdma == 0 {
-        return made;
-    }
-    let without = Properties {
-        rdma: 0,
-        ..*properties
-    };
-    let made = create_physical(bytes, &without)?;
-    *properties = without;
-    Ok(made)
-}
-
-fn supports_rdma(device: i32) -> bool {
-    let mut value = 0i32;
-    let arguments = [&raw mut value as usize, RDMA_SUPPORTED, device as usize];
-    other_call(c"cuDeviceGetAttribute", arguments).is_ok() && value == 1
-}
-
-fn release_physical(handle: u64) -> Result<(), c_int> {
-    driver_call(Symbol::cuMemRelease, [handle as usize])
-}
-
-fn map_physical(address: u64, bytes: u64, offset: u64, handle: u64) -> Result<(), c_int> {
-    let numbers = [address, bytes, offset, handle, 0];
-    driver_call(Symbol::cuMemMap, numbers.map(|number| number as usize))
-}
-
-fn unmap_physical(address: u64, bytes: u64) -> Result<(), c_int> {
-    driver_call(Symbol::cuMemUnmap, [address as usize, bytes as usize])
-}
-
-fn set_access(address: u64, bytes: u64, access: &[Access]) -> Result<(), c_int> {
-    let range = [address as usize, bytes as usize];
-    let arguments = [range[0], range[1], access.as_ptr() as usize, access.len()];
-    driver_call(Symbol::cuMemSetAccess, arguments)
-}
-
-fn reserve(bytes: usize) -> Result<u64, c_int> {
-    let mut address = 0u64;
-    let arguments = [&raw mut address as usize, bytes, 0, 0, 0];
-    other_call(c"cuMemAddressReserve", arguments).map(|()| address)
-}
-
-fn unreserve(address: u64, bytes: usize) {
-    let _ = other_call(c"cuMemAddressFree", [address as usize, bytes]);
 }
 
 impl Memory {

@@ -159,13 +159,17 @@ impl Identities {
     }
 
     /// Opens a stream of the archive at `path` to read parts of it.
-    pub(crate) fn decrypt_parts(&self, stored: &Section, path: &Path) -> Result<Parts, Error> {
+    pub(crate) fn decrypt_parts(
+        &self,
+        stored: &Section,
+        path: &Path,
+    ) -> Result<DecryptedParts, Error> {
         let mut stream = self.decrypt(stored, stored.clone(), path)?;
         let seek = |e| Error::from_io(path, "read it", e);
         // Decrypts the last piece, which proves the length.
         let bytes = stream.0.seek(SeekFrom::End(0)).map_err(age_error);
         let bytes = bytes.map_err(seek)?;
-        let mut parts = Parts { stream, bytes };
+        let mut parts = DecryptedParts { stream, bytes };
         parts.go_to(0).map_err(seek)?;
         Ok(parts)
     }
@@ -201,12 +205,12 @@ fn age_error(e: io::Error) -> io::Error {
 }
 
 /// An `age` stream whose parts are read in any order: it is decrypted in pieces of 64 KiB.
-pub(crate) struct Parts {
+pub(crate) struct DecryptedParts {
     stream: Decrypted<Section>,
     bytes: u64,
 }
 
-impl Parts {
+impl DecryptedParts {
     /// # Errors
     /// The stream is shorter. `age` would panic if the position were in its last piece.
     pub(crate) fn go_to(&mut self, at: u64) -> io::Result<()> {
@@ -218,13 +222,13 @@ impl Parts {
     }
 }
 
-impl Read for Parts {
+impl Read for DecryptedParts {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         self.stream.read(buf)
     }
 }
 
-impl Stream for Parts {
+impl Stream for DecryptedParts {
     fn skip(&mut self, n: u64) -> io::Result<()> {
         let at = self.stream.0.stream_position()?;
         self.go_to(at.saturating_add(n))

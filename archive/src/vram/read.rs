@@ -12,7 +12,7 @@ use super::file::open_file;
 use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
 use super::places::{self, Places};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
-use crate::bytes::encryption::{Identities, Parts};
+use crate::bytes::encryption::{DecryptedParts, Identities};
 use crate::bytes::stream::Section;
 use crate::error::Error;
 use crate::format::names;
@@ -31,7 +31,7 @@ pub(super) struct Scratch {
     /// A chunk as it is stored.
     pub(super) stored: Vec<u8>,
     /// The encrypted shard that it has read last, by its table and number.
-    open: Option<((ChunkDigest, u16), Parts)>,
+    open: Option<((ChunkDigest, u16), DecryptedParts)>,
 }
 
 #[derive(Debug, Clone)]
@@ -547,7 +547,7 @@ impl Vram {
         &self,
         chunk: &Chunk,
         to: &mut [u8],
-        open: &mut Option<((ChunkDigest, u16), Parts)>,
+        open: &mut Option<((ChunkDigest, u16), DecryptedParts)>,
     ) -> Result<(), VramError> {
         let shard = self.of(chunk);
         let read = match &shard.content {
@@ -577,7 +577,7 @@ impl Vram {
         })
     }
 
-    fn decrypt(&self, section: &Section, path: &Path) -> Result<Parts, VramError> {
+    fn decrypt(&self, section: &Section, path: &Path) -> Result<DecryptedParts, VramError> {
         let parts = self.identities.decrypt_parts(section, path);
         parts.map_err(|e| VramError::Invalid(e.to_string()))
     }
