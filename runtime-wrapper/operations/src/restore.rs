@@ -104,7 +104,7 @@ fn restore(
     let there = state::directory(ctx, inv).exists();
     if there && ContainerState::ask(ctx, inv, &SystemTools::from_env()).is_some() {
         return Err(Error::Failed(format!(
-            "restore of {} refused, nothing was started: a container of this name is there already",
+            "restore of {} refused, nothing was started: a container with this ID already exists",
             inv.id
         )));
     }

@@ -55,7 +55,7 @@ cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 c1
 echo '(00.1) Error (criu/old.c:1): of last week' > /tmp/w/restore.log
 if cryopod-runtime --log /tmp/log.json --log-format json restore -d --image-path /tmp/i4 --work-path /tmp/w c1 < /dev/null > /tmp/said 2>&1; then exit 1; fi
 if grep -q 'last week' /tmp/said; then echo 'an old log is quoted'; cat /tmp/said; exit 1; fi
-tail -n 1 /tmp/log.json | jq -e '.msg | startswith("cryopod: restore of c1 failed") and test("exist")' > /dev/null || { cat /tmp/log.json; exit 1; }
+tail -n 1 /tmp/log.json | jq -e '.msg | startswith("cryopod: restore of c1 refused") and test("already exists")' > /dev/null || { cat /tmp/log.json; exit 1; }
 [ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
 cryopod-runtime delete --force c1
 cryopod-runtime restore -d --image-path /tmp/i4 --work-path /tmp/w c1 < /dev/null > /dev/null 2>&1

@@ -24,6 +24,8 @@ call() { # INPUT ARG...: one line of the table
     echo $? > "$file.code"
     # pids, times, and the numbers of statistics
     sed -i -E 's/"pid": ?[0-9]+/"pid": PID/; s/[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z?/TIME/g' "$file.stdout" "$file.stderr"
+    # runc's, where the kernel has not ended the processes yet.
+    sed -i '/Failed to remove cgroup (will retry)/d' "$file.stderr"
     # crun's words for a container that is not there, and what containerd's shim understands
     if [ "$verb_of" = delete ]; then sed -i -E 's/^(time=.*)?(cryopod: the container [^ ]* does not exist|.*cannot open directory .*No such file or directory)$/NO SUCH CONTAINER/' "$file.stderr"; fi
     case "$*" in
