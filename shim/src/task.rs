@@ -263,10 +263,8 @@ impl Tasks {
     /// Waits for a CRIU whose runtime was killed: it may complete the images and end the container, of which the stock
     /// shim learns later. Returns what has become of the container.
     fn after_criu(&self, id: &str) -> AfterCriu {
-        let known = self.lock().get(id).map(|c| c.place.criu.clone());
-        let directories = known.unwrap_or_default();
         let start = Instant::now();
-        while criu::works(&directories) {
+        while self.criu_works(id) {
             if start.elapsed() >= CRIU_ENDS {
                 return AfterCriu::Hangs;
             }
@@ -289,9 +287,14 @@ impl Tasks {
     /// Returns true if a checkpoint that is said to have failed is complete, and has ended the container: the runtime was
     /// killed after CRIU's end. containerd and docker remove the images of one that failed.
     fn has_ended_with(&self, id: &str, images: &WrittenImages) -> bool {
-        let ended = images.are_complete() && self.after_criu(id) == AfterCriu::Ended;
-        // A CRIU that gives up after its last image lets the container go on, and the runtime removes it.
-        ended && images.are_complete()
+        // Most failures leave neither, and are answered at once.
+        let may_end = images.are_complete() || self.criu_works(id);
+        may_end && self.after_criu(id) == AfterCriu::Ended && images.are_complete()
+    }
+
+    fn criu_works(&self, id: &str) -> bool {
+        let known = self.lock().get(id).map(|c| c.place.criu.clone());
+        criu::works(&known.unwrap_or_default())
     }
 
     /// Handles a call whose connection ended without a response: containerd is gone. The stock shim then ends a restore
