@@ -77,9 +77,14 @@ impl Session {
                 tid,
                 address,
             })?;
+            let written = test_fails(config, "written");
+            if written.is_err() {
+                self.vram_wait()?;
+            }
             let mut injection = inject(pid, tid).map_err(|error| failed(Some(pid), error))?;
-            let emptied =
-                test_fails(config, "empty").and_then(|()| injection.map_empty(address, bytes));
+            let emptied = test_fails(config, "empty")
+                .and(written)
+                .and_then(|()| injection.map_empty(address, bytes));
             self.vram.captured[i].away |= emptied.is_ok();
             let ended = injection.end();
             emptied

@@ -4,7 +4,8 @@ simulate
 PLUGIN=/opt/test-hooks/libcryopod_nvidia.so
 vram() { jq -e "$1" /run/op/dump/plugin-report.json > /dev/null || { cat /run/op/dump/plugin-report.json && false; }; }
 
-for at in open map write empty; do
+# `written`: after the writer has ended well.
+for at in open map write empty written; do
     start --mib 100
     dump "{\"vram\": {\"test_fail_at\": \"$at\"}}"
     check "$at: through CRIU" vram '.vram == null and (.vram_left_out | length > 0)'

@@ -117,8 +117,10 @@ impl VramFiles {
                 return Some(Ok(()));
             }
             match &inner.work {
-                Work::None | Work::Ended(Ok(_)) => Some(Ok(())),
-                Work::Ended(Err(error)) => Some(Err(refused(ErrorKind::Vram, error.clone()))),
+                Work::None | Work::Ended { result: Ok(_), .. } => Some(Ok(())),
+                Work::Ended {
+                    result: Err(error), ..
+                } => Some(Err(refused(ErrorKind::Vram, error.clone()))),
                 Work::Running { .. } => None,
             }
         })

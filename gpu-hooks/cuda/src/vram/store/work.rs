@@ -36,7 +36,20 @@ pub(super) enum Work {
         /// Files that a writer reads digests from, which may be late.
         digests: Vec<File>,
     },
-    Ended(Result<VramDone, String>),
+    Ended {
+        result: Result<VramDone, String>,
+        /// As `writes`, of a writer that has ended well.
+        wrote: Option<PathBuf>,
+    },
+}
+
+impl Work {
+    fn failed(reason: &str) -> Self {
+        Self::Ended {
+            result: Err(reason.to_owned()),
+            wrote: None,
+        }
+    }
 }
 
 /// Buffers that are written while they are filled.
@@ -168,7 +181,7 @@ impl VramFiles {
 
     /// Ends the writer for this reason.
     pub fn fail(&self, reason: &str) {
-        self.end_work(Work::Ended(Err(reason.to_owned())));
+        self.end_work(Work::failed(reason));
     }
 
     /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
@@ -273,10 +286,10 @@ impl VramFiles {
         let memory = buffers.iter().map(|b| self.memory(b.id, &b.name));
         let memory = memory.collect::<Result<Vec<_>, _>>()?;
         let begun = match &self.inner().work {
-            Work::None | Work::Ended(Ok(_)) => false,
+            Work::None | Work::Ended { result: Ok(_), .. } => false,
             Work::Running { ahead, .. } => ahead.is_some(),
             // Whoever waits for it hears why.
-            Work::Ended(Err(_)) => return Ok(()),
+            Work::Ended { result: Err(_), .. } => return Ok(()),
         };
         if !begun {
             self.write_ahead(dir, &[], config)?;
@@ -366,7 +379,8 @@ impl VramFiles {
             drop(directory);
             let mut inner = vram_files.inner();
             if matches!(inner.work, Work::Running { number: n, .. } if n == number) {
-                inner.work = Work::Ended(result);
+                let wrote = dir.filter(|_| result.is_ok());
+                inner.work = Work::Ended { result, wrote };
             }
             drop(inner);
             vram_files.changed.notify_all();
@@ -395,8 +409,10 @@ impl VramFiles {
         let late = "the VRAM files' worker still works";
         self.answered(limit, late, |inner| match &inner.work {
             Work::None => Some(Ok(None)),
-            Work::Ended(Ok(done)) => Some(Ok(Some(done.clone()))),
-            Work::Ended(Err(error)) => Some(Err(refused(ErrorKind::Vram, error.clone()))),
+            Work::Ended { result, .. } => Some(match result {
+                Ok(done) => Ok(Some(done.clone())),
+                Err(error) => Err(refused(ErrorKind::Vram, error.clone())),
+            }),
             Work::Running { .. } => None,
         })
     }
@@ -409,9 +425,9 @@ impl VramFiles {
         }
     }
 
-    /// Ends the worker, and waits until what it wrote is removed.
+    /// Ends the worker, and waits until what it wrote is removed, also if it had ended well.
     pub(super) fn cancel(&self) {
-        self.end_work(Work::Ended(Err("called off".into())));
+        self.end_work(Work::failed("called off"));
     }
 
     /// The same. From then on the work is `then`; no other begins before that, whose files would be removed, too. One that
@@ -420,13 +436,17 @@ impl VramFiles {
         let deadline = Instant::now() + KILLED;
         let mut inner = self.inner();
         inner.ending += 1;
-        let mut dir = None;
-        if let Work::Running { worker, writes, .. } = &inner.work {
-            dir.clone_from(writes);
-            if let Some(worker) = worker {
-                let _ = pidfd_send_signal(worker, Signal::KILL);
+        let dir = match &inner.work {
+            Work::Running { worker, writes, .. } => {
+                if let Some(worker) = worker {
+                    let _ = pidfd_send_signal(worker, Signal::KILL);
+                }
+                writes.clone()
             }
-        }
+            // Nobody has used its files yet.
+            Work::Ended { wrote, .. } => wrote.clone(),
+            Work::None => None,
+        };
         while matches!(inner.work, Work::Running { .. }) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
