@@ -5,14 +5,14 @@
 use cryopod_host::micros;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
 use super::shards::{Own, Shards, remove};
 use super::write::{WriteOptions, Written};
-use super::{Vram, VramError, VramFacts};
+use super::{RUN, Vram, VramError, VramFacts};
 
 /// Writes the complete `vram` into a directory. Of the options, it uses the threads, the size of shards, and whether to
 /// sync. After a [`VramError`] no VRAM files are left in the directory.
@@ -62,11 +62,12 @@ fn run(
     }
     let table = Mutex::new(&mut chunks);
     let owns = Mutex::new(Vec::new());
-    let next = AtomicUsize::new(0);
+    let queue = Mutex::new(stored.chunks(RUN));
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     vram.on_threads(options.threads, cancel, &|failed, scratch| {
         let mut own = Own::default();
         let mut plain = Vec::new();
-        while let Some(number) = stored.get(next.fetch_add(1, Relaxed)) {
+        for number in std::iter::from_fn(next).flatten() {
             if failed() {
                 return Err(VramError::Cancelled);
             }

@@ -152,6 +152,10 @@ impl VramFacts {
     }
 }
 
+/// Chunks that a thread writes or reads at a time: they lie one behind the other in its shard. A reader that took one at a
+/// time would open an encrypted shard anew for each.
+const RUN: usize = 8;
+
 /// Runs the same work on several threads, at least one. Returns the error that made the others stop.
 fn run_on(
     threads: usize,

@@ -4,14 +4,14 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::file::open_file;
 use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
 use super::places::{self, Places};
-use super::{VramError, VramFacts, parent, run_on, usual_threads};
+use super::{RUN, VramError, VramFacts, parent, run_on, usual_threads};
 use crate::bytes::encryption::{DecryptedParts, Identities};
 use crate::bytes::stream::Section;
 use crate::error::Error;
@@ -367,7 +367,7 @@ impl Vram {
     }
 
     /// Like [`Vram::read`], and calls `done` with the offset and the contents of each chunk that has been read and
-    /// checked. Threads take the chunks in ascending order.
+    /// checked. Threads take runs of chunks in ascending order.
     pub fn read_with(
         &self,
         region: usize,
@@ -386,19 +386,22 @@ impl Vram {
         };
         let size = self.index.chunk_bytes as usize;
         let first = range.start;
-        let queue = Mutex::new(range.zip(to.chunks_mut(size)));
+        let runs = range.step_by(RUN).zip(to.chunks_mut(size * RUN));
+        let queue = Mutex::new(runs);
         let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
         self.on_threads(options.threads, cancel, &|failed, scratch| {
-            while let Some((number, piece)) = next() {
-                if failed() {
-                    return Err(VramError::Cancelled);
+            while let Some((start, run)) = next() {
+                for (number, piece) in (start..).zip(run.chunks_mut(size)) {
+                    if failed() {
+                        return Err(VramError::Cancelled);
+                    }
+                    let zeros = self.index.chunks[number].kind == ChunkKind::Zero;
+                    if !(zeros && options.zeroed) {
+                        self.chunk(number, piece, options.check, scratch)?;
+                    }
+                    done((number - first) * size, piece)
+                        .map_err(VramError::io(&self.dir, "cannot be read into memory"))?;
                 }
-                let zeros = self.index.chunks[number].kind == ChunkKind::Zero;
-                if !(zeros && options.zeroed) {
-                    self.chunk(number, piece, options.check, scratch)?;
-                }
-                done((number - first) * size, piece)
-                    .map_err(VramError::io(&self.dir, "cannot be read into memory"))?;
             }
             Ok(())
         })
@@ -418,10 +421,11 @@ impl Vram {
         threads: usize,
         cancel: &AtomicBool,
     ) -> Result<(), VramError> {
-        let next = AtomicUsize::new(0);
+        let queue = Mutex::new(numbers.chunks(RUN));
+        let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
         self.on_threads(threads, cancel, &|failed, scratch| {
             let mut piece = vec![0; self.index.chunk_bytes as usize];
-            while let Some(number) = numbers.get(next.fetch_add(1, Relaxed)) {
+            for number in std::iter::from_fn(next).flatten() {
                 if failed() {
                     return Err(VramError::Cancelled);
                 }

@@ -18,10 +18,8 @@ use super::codec::{Codec, Encoder, is_zero};
 use super::index::{Chunk, ChunkDigest, ChunkKind, Region, VramIndex};
 pub use super::shards::remove;
 use super::shards::{Own, Shards};
-use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, run_on, usual_threads};
+use super::{DEFAULT_CHUNK, RUN, Vram, VramError, VramFacts, run_on, usual_threads};
 
-/// Chunks that a thread takes at a time.
-const RUN: usize = 8;
 /// With less work than this, a thread costs more than it gains.
 const MIN_PER_THREAD: usize = 16 << 20;
 /// Of so many chunks whose digests others have made, one is hashed here, too.
