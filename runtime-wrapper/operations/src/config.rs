@@ -279,19 +279,20 @@ impl Config {
         }
     }
 
-    /// Reads the low-level runtime alone of a file that is not valid, with defaults for the rest. `None`: it cannot be
-    /// known, and another one would say that there is no such container.
+    /// Reads the low-level runtime alone of a file that is not valid, or not even TOML, with defaults for the rest. `None`:
+    /// it cannot be known, and another one would say that there is no such container.
     pub fn of_invalid(path: &Path) -> Option<Self> {
         let text = std::fs::read_to_string(path).ok()?;
-        let table: toml::Table = toml::from_str(&text).ok()?;
-        let mut config = Self::default();
-        if let Some(runtime) = table.get("runtime") {
-            let name = runtime.as_table()?.get("low_level");
-            config.runtime.low_level = match name {
-                Some(name) => Some(name.as_str()?.to_owned()),
-                None => None,
-            };
+        let (table, _) = toml::de::DeTable::parse_recoverable(&text);
+        let runtime = table.get_ref().get("runtime");
+        let runtime = runtime.and_then(|value| value.get_ref().as_table());
+        let name = runtime.and_then(|table| table.get("low_level"));
+        let name = name.and_then(|value| value.get_ref().as_str());
+        if name.is_none() && text.contains("low_level") {
+            return None;
         }
+        let mut config = Self::default();
+        config.runtime.low_level = name.map(str::to_owned);
         Some(config)
     }
 
@@ -550,8 +551,14 @@ mod tests {
             ),
             ("[criu]\nrenamed = 1", Some(None)),
             ("[runtime]\nlow_level = 1", None),
-            ("runtime = 1", None),
-            ("[runtime", None),
+            ("runtime = 1", Some(None)),
+            ("[runtime", Some(None)),
+            ("[runtime\nlow_level = \"runc\"", None),
+            ("[criu\n[runtime]\nlow_level = \"runc\"", Some(Some("runc"))),
+            (
+                "[runtime]\nlow_level = \"runc\"\n[limits]\ntool_s =",
+                Some(Some("runc")),
+            ),
         ] {
             std::fs::write(&path, text).unwrap();
             assert!(Config::read(&path, true).is_err(), "{text}");
