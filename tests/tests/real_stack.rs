@@ -160,6 +160,7 @@ mod on_stop {
         podman_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/podman.sh";
         podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/engines.sh";
+        compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
     }
 
     /// `SWARM_PART=all`: more than CI runs.
