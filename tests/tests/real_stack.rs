@@ -161,6 +161,7 @@ mod on_stop {
         podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/engines.sh";
         compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
+        systemd: V2 [] "archive/lib.sh" + "on_stop/systemd.sh";
     }
 
     /// `SWARM_PART=all`: more than CI runs.
