@@ -8,7 +8,7 @@ set -euo pipefail
 # what is tested
 stack=(criu libcriu2 python3-pycriu runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo)
 packages=(
-    "${stack[@]}"
+    "${stack[@]}" docker-compose
     # what the tests and the tools above call
     iptables nftables iproute2 kmod procps strace jq zstd pigz ca-certificates
     # archives: another reader, a registry, what decrypts and checks signatures, ssh to another host, curl for calls to the CRI (Debian has no crictl); the examples' kubectl

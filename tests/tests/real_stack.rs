@@ -160,6 +160,8 @@ mod on_stop {
         podman_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/podman.sh";
         podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/engines.sh";
+        compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
+        systemd: V2 [] "archive/lib.sh" + "on_stop/systemd.sh";
     }
 
     /// `SWARM_PART=all`: more than CI runs.
