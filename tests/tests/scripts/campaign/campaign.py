@@ -162,7 +162,7 @@ class Container:
         self.name, self.engine, self.kind, self.shim = name, engine, kind, shim
         self.state = "absent"  # running, suspended, saved: as it should be
         self.inside = None  # a checkpoint that the engine keeps with the container
-        self.archives, self.made, self.imaged, self.unclean = [], 0, -1, False
+        self.archives, self.made, self.imaged, self.unclean, self.was_stopped = [], 0, -1, False, False
         self.preload = self.gpu() and random.Random(f"{name}/preload").random() < 0.6
         os.makedirs(f"{OUT}/{name}", exist_ok=True)
 
@@ -244,6 +244,12 @@ class Container:
             forgotten()
         self.state, self.inside = "absent", None
 
+    def resume_stopped(self):
+        """A checkpoint of a process that SIGSTOP had stopped brings it back as it was."""
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if container_of(pid) == self.name and "State:\tT (stopped)" in read(f"/proc/{pid}/status"):
+                os.kill(int(pid), signal.SIGCONT)
+
     # what it has printed
     def lines(self):
         return read(f"{OUT}/{self.name}/log").split("\n")[:-1]
@@ -257,7 +263,10 @@ class Container:
     def goes_on(self, after=None, limit=90):
         """More lines come. `after`: (first, last) between which the checkpoint was, so the next line is one of these."""
         start = self.mark if after else len(self.lines())
-        if not until(lambda: len(self.lines()) >= start + 4, limit):
+        more = lambda: len(self.lines()) >= start + 4
+        if self.was_stopped and not until(more, 3):
+            self.resume_stopped()
+        if not until(more, limit):
             raise Violation(f"{self.name} is {self.status()} and stands still: {states()}")
         new = [line for line in self.lines()[start:] if line.split(" ")[0].isdigit()]
         if corrupt := [line for line in self.lines() if "CORRUPT" in line]:
@@ -378,6 +387,7 @@ class Fault:
                         self.struck += 1
                     except ProcessLookupError:
                         pass
+                container.was_stopped |= self.what == "stop" and self.who == "job"
                 if self.what == "stop":
                     time.sleep(self.pause)
                     for pid in victims:
