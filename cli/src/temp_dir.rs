@@ -42,13 +42,14 @@ impl LockedTempDir {
 
     /// Creates a directory in $TMPDIR, else in /var/tmp, for a result that is not a file.
     pub fn anywhere(holds: Holds) -> anyhow::Result<Self> {
-        let dir = std::env::var_os("TMPDIR").filter(|d| !d.is_empty());
-        Self::within(Path::new(&dir.unwrap_or_else(|| "/var/tmp".into())), holds)
+        Self::within(&usual_parent(), holds)
     }
 
-    /// Creates a directory in this one, and removes leftovers there.
+    /// Creates a directory in this one, and removes leftovers there, and copies in the usual place: no other run may need
+    /// one there for long.
     pub fn within(parent: &Path, holds: Holds) -> anyhow::Result<Self> {
         clean(parent, holds);
+        clean(&usual_parent(), Holds::Copy);
         let cannot = || {
             format!(
                 "{}: cannot make a directory in it; choose another place",
@@ -68,6 +69,11 @@ impl LockedTempDir {
     pub fn keep(self) -> PathBuf {
         self.0.keep()
     }
+}
+
+fn usual_parent() -> PathBuf {
+    let named = std::env::var_os("TMPDIR").filter(|d| !d.is_empty());
+    named.map_or_else(|| "/var/tmp".into(), PathBuf::from)
 }
 
 /// Cleans up what killed processes have left in a directory.

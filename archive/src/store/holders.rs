@@ -58,7 +58,8 @@ impl Holders {
         let mut found = Self::default();
         for directory in places(|o| o.temporary.as_ref()) {
             for path in listed(directory)? {
-                if is_image_directory(&path) && !forgotten(&path) {
+                // In /tmp anybody may make such a directory, and hold what is in the store, or make the search fail.
+                if is_image_directory(&path) && is_own(&path) && !forgotten(&path) {
                     found.add(&path, directory, true)?;
                 }
             }
@@ -226,6 +227,12 @@ fn forgotten(path: &Path) -> bool {
         && !opened_by_a_process(path)
 }
 
+/// Whether it is a directory of this user's.
+fn is_own(path: &Path) -> bool {
+    let own = |m: fs::Metadata| m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw();
+    path.symlink_metadata().is_ok_and(own)
+}
+
 /// Removes the forgotten image directories with checkpoints of ours.
 pub(super) fn remove_forgotten(entries: &[StoreEntry]) -> Result<(), StoreError> {
     let places = entries
@@ -233,13 +240,12 @@ pub(super) fn remove_forgotten(entries: &[StoreEntry]) -> Result<(), StoreError>
         .filter_map(|e| e.origin.as_ref()?.temporary.as_ref());
     for directory in places.collect::<BTreeSet<_>>() {
         for path in listed(directory)? {
-            let own = |m: fs::Metadata| {
-                m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o077 == 0
-            };
+            let closed = |m: fs::Metadata| m.mode() & 0o077 == 0;
             let ours = [names::METADATA, names::STORE_REFERENCE];
             if is_image_directory(&path)
                 && forgotten(&path)
-                && path.symlink_metadata().is_ok_and(own)
+                && is_own(&path)
+                && path.symlink_metadata().is_ok_and(closed)
                 && ours.iter().any(|name| path.join(name).exists())
             {
                 let removed = fs::remove_dir_all(&path);

@@ -5,7 +5,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use cryopod_host::files::{Host, if_there, read_bounded, sync_directory};
+use cryopod_host::files::{Host, create_private, if_there, read_bounded, sync_directory};
 use serde::{Deserialize, Serialize};
 use similar::TextDiff;
 
@@ -131,7 +131,8 @@ pub fn write(path: &Path, text: &str) -> io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let new = beside(&path);
     if_there(std::fs::remove_file(&new))?;
-    let mut file = std::fs::File::create_new(&new)?;
+    // An engine's configuration can hold secrets.
+    let mut file = create_private(&new)?;
     file.write_all(text.as_bytes())?;
     let mode = match path.metadata() {
         Ok(old) => {

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use cryopod_host::files::{Host, if_there};
+use cryopod_host::files::{Host, create_private, if_there};
 
 use super::change;
 
@@ -84,7 +84,7 @@ impl OwnFiles {
             let new = change::beside(&to);
             // A link or a file that a killed run left.
             if_there(fs::remove_file(&new))?;
-            let mut copy = File::create_new(&new)?;
+            let mut copy = create_private(&new)?;
             let mut from = file;
             from.rewind()?;
             io::copy(&mut from, &mut copy)?;

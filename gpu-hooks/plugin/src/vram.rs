@@ -25,6 +25,8 @@ pub struct Captured {
     pub(crate) file: File,
     /// An empty mapping is in its place.
     pub(crate) away: bool,
+    /// The agent has perhaps copied a part of it out of `file`.
+    pub(crate) copied: bool,
 }
 
 /// GPU memory that the preload library of a process has handed over: in a buffer of the agent's.
@@ -107,6 +109,7 @@ impl VramSteps {
                 micros: cryopod_host::micros(since.elapsed()),
                 file,
                 away: false,
+                copied: false,
             })
         };
         match answer() {

@@ -112,6 +112,7 @@ impl Session {
         self.vram.captured[i].away = true;
         map().map_err(|error| failure("vram", Some(pid), error.to_string()))?;
         let limit_ms = self.config.step_timeout_ms;
+        self.vram.captured[i].copied = true;
         self.ask(Op::VramCopy {
             id,
             pid,
@@ -128,6 +129,10 @@ impl Session {
             let captured = &self.vram.captured[i];
             if captured.pid != pid || !captured.away {
                 continue;
+            }
+            if captured.copied {
+                let cause = "its GPU memory was not copied back whole";
+                return Err(failure("vram", Some(pid), cause));
             }
             let config = self.config.vram.clone().unwrap_or_default();
             let map = || {

@@ -105,9 +105,8 @@ pub fn overlay(
         return Ok(None);
     }
     let directory = op.file(DIRECTORY);
-    // Its own processes open images as the user that they are mapped to (`crate::restore::searchable`).
     DirBuilder::new()
-        .mode(0o711)
+        .mode(0o700)
         .create(&directory)
         .map_err(Error::at(&directory, "cannot be made"))?;
     let directory = directory

@@ -4,7 +4,6 @@ mod put_back;
 mod reading;
 mod work;
 
-use self::put_back::copy;
 use self::reading::Reading;
 pub use self::work::Joining;
 use self::work::{Together, Work};
@@ -20,6 +19,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -57,6 +57,8 @@ struct Buffer {
     pid: Option<i32>,
     /// What happens to it meanwhile.
     state: Mutex<State>,
+    /// A part of it is neither here nor in the process.
+    is_lost: AtomicBool,
 }
 
 impl Buffer {
@@ -172,12 +174,12 @@ impl VramFiles {
                 Ok(Outcome::Done)
             }
             Op::VramCopy {
-                id, pid, address, ..
+                id,
+                pid,
+                address,
+                limit_ms,
             } => self
-                .buffer(*id)
-                .and_then(|buffer| {
-                    copy(&buffer, *pid, *address).map_err(failed("copying the GPU memory"))
-                })
+                .make_private(*id, *pid, *address, Duration::from_millis(*limit_ms))
                 .map(|()| Outcome::Done),
             Op::VramDrop { id } => {
                 self.forget(*id);
@@ -345,6 +347,7 @@ impl VramFiles {
             bytes,
             pid,
             state: Mutex::new(State::Changing),
+            is_lost: AtomicBool::new(false),
         });
         let mut inner = self.inner();
         inner.last += 1;

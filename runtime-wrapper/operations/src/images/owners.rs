@@ -53,7 +53,8 @@ pub fn check_reachable(images: &Path) -> Result<(), String> {
     for path in real.ancestors() {
         let meta = path.symlink_metadata().map_err(unread(path))?;
         if is_own(&meta) && meta.mode() & OTHERS_SEARCH == 0 {
-            return Ok(());
+            // Who may write above it could still put another one in its place.
+            return above(path);
         }
     }
     check(&real)

@@ -39,7 +39,8 @@ pub struct SuspendedRecord {
     pub locked_at_pause: bool,
 }
 
-/// The lock of whoever suspends or resumes a container's GPU memory: of the directory of its init process in `/proc`.
+/// The lock of whoever suspends or resumes a container's GPU memory: of its init process's `environ` in `/proc`, which is
+/// there as long as the process is, and which other users cannot open, and so not lock.
 #[derive(Debug)]
 pub struct SuspendLock {
     _lock: Flock<File>,
@@ -51,7 +52,7 @@ impl SuspendLock {
     /// # Errors
     /// Another one works at the container, or it has ended.
     pub fn take(host: &Host, init: i32, patience: Duration) -> io::Result<Self> {
-        let mut process = File::open(host.path(format!("/proc/{init}")))?;
+        let mut process = File::open(host.path(format!("/proc/{init}/environ")))?;
         let until = Instant::now() + patience;
         loop {
             match Flock::lock(process, FlockArg::LockExclusiveNonblock) {

@@ -18,13 +18,14 @@ use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::MountDestination;
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo;
+use cryopod_host::spec::Spec;
 use nix::mount::{MsFlags, mount};
 use serde_json::{Value, json};
 
 use crate::bundle::Edit;
 use crate::error::Error;
 use crate::request::Request;
-use crate::run::operation::Operation;
+use crate::run::operation::{self, Operation, open_to_container};
 
 /// Permission of others to enter a directory.
 const ENTER: u32 = 0o001;
@@ -74,7 +75,7 @@ impl Sources {
             };
             let alone = || !mounts.iter().any(|m| m != &real && m.starts_with(&real));
             if as_user && !(is_reachable(&real) && alone()) {
-                replaced.push((index, shown(op, &real)?));
+                replaced.push((index, shown(op, &real, &request.spec)?));
             } else if real != source {
                 replaced.push((index, real));
             }
@@ -119,18 +120,20 @@ fn is_reachable(path: &Path) -> bool {
     })
 }
 
-/// Bind-mounts a source in the operation's directory, where any user can reach it, without the mounts below it.
-fn shown(op: &Operation, source: &Path) -> Result<PathBuf, Error> {
+/// Bind-mounts a source in the operation's directory, where the container's root can reach it, without the mounts below it.
+fn shown(op: &Operation, source: &Path, spec: &Spec) -> Result<PathBuf, Error> {
     let what = |e| Error::at(source, "cannot be shown to CRIU")(e);
     let kind = match source.is_dir() {
         true => MountKind::Directory,
         false => MountKind::File,
     };
     let place = op.place(kind)?;
-    for directory in place.ancestors().skip(1).take(3) {
-        let mode = fs::metadata(directory).map_err(what)?.permissions().mode();
-        fs::set_permissions(directory, fs::Permissions::from_mode(mode | ENTER)).map_err(what)?;
+    for directory in place.ancestors().skip(1).take(2) {
+        open_to_container(directory, spec).map_err(what)?;
     }
+    let base = operation::base();
+    let mode = fs::metadata(&base).map_err(what)?.permissions().mode();
+    fs::set_permissions(&base, fs::Permissions::from_mode(mode | ENTER)).map_err(what)?;
     let none = None::<&str>;
     mount(Some(source), &place, none, MsFlags::MS_BIND, none)
         // Else what is mounted below the source later would come here, too.

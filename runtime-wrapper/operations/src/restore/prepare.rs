@@ -25,7 +25,7 @@ use crate::restore::network_settings::NetworkSettings;
 use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::private_root;
 use crate::restore::searchable::{self, Searchable};
-use crate::run::operation::Operation;
+use crate::run::operation::{Operation, open_to_container};
 use crate::run::runtime_log::RuntimeLog;
 use crate::security::container_links;
 use crate::security::decoder::{self, DecodedImages};
@@ -101,6 +101,10 @@ pub(super) fn prepare(
             network: written,
         },
     )?;
+    if let Some(directory) = &overlay {
+        let opened = open_to_container(directory, &request.spec);
+        opened.map_err(Error::at(directory, "cannot be opened to the container"))?;
+    }
     let args = arguments::with_overlay(request, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),

@@ -104,10 +104,16 @@ impl<S: Subscriber> Layer<S> for Lines {
 }
 
 fn append(path: &Path, line: &str) -> std::io::Result<()> {
+    // An engine's log is as the low-level runtime would make it.
+    let mode = if path == Path::new(DETACHED) {
+        0o600
+    } else {
+        0o644
+    };
     OpenOptions::new()
         .append(true)
         .create(true)
-        .mode(0o644)
+        .mode(mode)
         .open(path)?
         .write_all(line.as_bytes())
 }

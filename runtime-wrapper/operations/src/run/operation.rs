@@ -4,22 +4,25 @@
 //! and of the driver agent. Its name identifies the process that owns it, so that the next operation can recognize and
 //! remove the directory of a killed wrapper.
 
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::container::surroundings::MountKind;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mounts::Provided;
 use cryopod_host::files::{Host, if_there};
+use cryopod_host::processes::id_map::IdMap;
+use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::FsFlags;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::error::Error;
 use crate::run::abandoned;
@@ -35,6 +38,34 @@ pub const EXCHANGE: &str = "exchange";
 /// Returns the parent of all operations' directories.
 pub fn base() -> PathBuf {
     std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
+}
+
+/// Lets the root of a container in a user namespace, whose processes CRIU has open images and mounts, enter a directory of
+/// an operation; nobody else.
+pub fn open_to_container(directory: &Path, spec: &Spec) -> io::Result<()> {
+    let mut mode = fs::metadata(directory)?.permissions().mode();
+    match container_group(spec) {
+        Some(group) => {
+            chown(directory, None, Some(group))?;
+            mode |= 0o010;
+        }
+        None => mode |= 0o001,
+    }
+    fs::set_permissions(directory, Permissions::from_mode(mode))
+}
+
+/// Returns the group of the container's root, as this process sees it. `None`: a user namespace that is given by path does
+/// not tell.
+fn container_group(spec: &Spec) -> Option<u32> {
+    let namespaces = spec.json().pointer("/linux/namespaces");
+    let mut namespaces = namespaces.and_then(Value::as_array).into_iter().flatten();
+    match namespaces.find(|n| n.get("type").is_some_and(|t| t == "user")) {
+        None => Some(nix::unistd::getegid().as_raw()),
+        Some(_) => {
+            let group = IdMap::of_spec(spec.json(), "gidMappings").outside(0)?;
+            group.try_into().ok()
+        }
+    }
 }
 
 /// Removes the directories of dead processes, and what these have left of containers.

@@ -218,6 +218,10 @@ impl VramFiles {
             .and_then(|file| file.write_all_at(&bytes, 0).map(|()| file));
         let file = file.map_err(failed("a file of digests"))?;
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        // A writer takes the digests of no other: one that reads ahead would miss what is left out.
+        if self.buffer(id)?.state() != State::Filling {
+            return Err(refuse("it is not being filled"));
+        }
         let mut inner = self.inner();
         inner.needed.remove(&id);
         let Work::Running {
