@@ -34,6 +34,9 @@ fuzz_target!(|data: &[u8]| {
 });
 
 fn files(tar: &[u8]) {
+    // Without an end mark nothing is unpacked.
+    let mut tar = tar.to_vec();
+    tar.resize(tar.len().next_multiple_of(512) + 1024, 0);
     let root = DIR.join("bundle/rootfs");
     let _ = fs::remove_dir_all(&root);
     if fs::create_dir(&root).is_err()

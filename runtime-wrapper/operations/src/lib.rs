@@ -28,6 +28,7 @@ mod restore;
 pub mod rootfs;
 pub mod run;
 mod security;
+mod tar_end;
 pub mod vram;
 
 use std::ffi::OsString;

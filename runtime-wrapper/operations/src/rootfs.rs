@@ -15,6 +15,7 @@ mod apply;
 mod capture;
 pub mod frozen;
 mod layer;
+mod left_out;
 mod program_rights;
 mod records;
 
@@ -55,6 +56,8 @@ const NERDCTL: &str = "nerdctl/";
 const WHITEOUT: &str = ".wh.";
 /// Marks a directory through which nothing from below shows.
 const OPAQUE: &str = ".wh..wh..opq";
+/// A PAX record: the name is a file's own, though it begins like a whiteout's. Earlier builds refuse it at a restore.
+const LITERAL: &str = "CRYOPOD.literal";
 /// The extended attribute that is carried: a program's capabilities.
 const CAPABILITY: &str = "security.capability";
 
@@ -173,7 +176,10 @@ pub fn capture(
         let partial = images.join(format!(".{name}.partial"));
         let done = directory
             .and_then(|directory| capture::pack(&directory, &partial, options))
-            .and_then(|()| std::fs::rename(&partial, images.join(name)));
+            .and_then(|left_out| {
+                left_out.warn();
+                std::fs::rename(&partial, images.join(name))
+            });
         done.map_err(|source| {
             let _ = std::fs::remove_file(&partial);
             Error::Io {

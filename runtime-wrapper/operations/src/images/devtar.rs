@@ -13,6 +13,8 @@ use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
 use tar::{EntryType, Header};
 
+use crate::tar_end::{cut_off, drain};
+
 const BLOCK: usize = 512;
 const MAX_EXTENSION: u64 = 1 << 20;
 
@@ -99,8 +101,15 @@ impl<R: Read, W: Write> Copy<'_, R, W> {
         let mut long_name: Option<PathBuf> = None;
         let mut header = Header::new_gnu();
         loop {
-            if !self.block(header.as_mut_bytes())? || header.as_bytes().iter().all(|b| *b == 0) {
-                return Ok(());
+            self.input
+                .read_exact(header.as_mut_bytes())
+                .map_err(|e| match e.kind() {
+                    io::ErrorKind::UnexpectedEof => cut_off(),
+                    _ => e,
+                })?;
+            if header.as_bytes().iter().all(|b| *b == 0) {
+                // What is rewritten has a checksum of its own: it would hide the damage.
+                return drain(&mut self.input);
             }
             checked(&header)?;
             let kind = header.entry_type();
@@ -141,14 +150,6 @@ impl<R: Read, W: Write> Copy<'_, R, W> {
             out.write_all(&std::mem::take(&mut ahead))?;
             out.write_all(header.as_bytes())?;
             content(&mut self.input, out, &header)?;
-        }
-    }
-
-    fn block(&mut self, into: &mut [u8; BLOCK]) -> io::Result<bool> {
-        match self.input.read_exact(into) {
-            Ok(()) => Ok(true),
-            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-            Err(e) => Err(e),
         }
     }
 }

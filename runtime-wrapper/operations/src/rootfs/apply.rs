@@ -10,7 +10,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt, lchown, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use cryopod_host::files::{create_private, if_there, open_in_root, open_regular};
+use cryopod_host::files::{if_there, open_in_root, open_regular};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use rustix::fs::{XattrFlags, fsetxattr};
@@ -20,8 +20,6 @@ use super::program_rights::ProgramRights;
 use super::records::{TarRecord, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::RootfsOptions;
-
-const PARTIAL: &str = ".cryopod-unpacked";
 
 /// Unpacks a tar of changes over this root, within the bounds. Programs in it keep what these rights allow.
 pub fn unpack(
@@ -100,7 +98,9 @@ impl TarRecord<'_> {
         let Some((parent, name)) = parts(&self.path)? else {
             return Ok(None);
         };
-        let name = if name == OPAQUE {
+        let name = if self.literal {
+            Name::There(name)
+        } else if name == OPAQUE {
             Name::Opaque
         } else if let Some(gone) = name.as_bytes().strip_prefix(WHITEOUT.as_bytes()) {
             // `.wh...` would be the directory above, and `.wh..` the directory itself.
@@ -209,35 +209,32 @@ fn cut_off() -> io::Error {
     io::Error::other("a link to nothing; the archive is damaged")
 }
 
-/// Writes a file beside its place and renames it, so that the old or the new one is there in full.
+/// Writes a file beside its place and renames it, so that the old or the new one is there in full. The container may have
+/// a file of any fixed name.
 fn file(
     entry: &mut TarRecord<'_>,
     directory: &OpenDirectory,
     name: &OsStr,
     in_the_way: bool,
 ) -> io::Result<()> {
-    let partial = directory.at(OsStr::new(PARTIAL));
-    directory.remove(OsStr::new(PARTIAL))?;
-    let mut out = create_private(&partial)?;
-    let written = (|| {
-        let written = copy_sparse(entry.content, &mut out)?;
-        if written != entry.header.entry_size()? {
-            return Err(io::Error::other("the archive ends within it"));
-        }
-        settle(entry, &partial, true)?;
-        if let Some(value) = &entry.capability {
-            fsetxattr(&out, CAPABILITY, value, XattrFlags::empty())?;
-        }
-        out.set_modified(modified(entry)?)?;
-        if in_the_way {
-            directory.remove(name)?;
-        }
-        fs::rename(&partial, directory.at(name))
-    })();
-    if written.is_err() {
-        let _ = fs::remove_file(&partial);
+    let mut partial = tempfile::Builder::new()
+        .prefix(".cryopod-")
+        .tempfile_in(directory.at(OsStr::new(".")))?;
+    let written = copy_sparse(entry.content, partial.as_file_mut())?;
+    if written != entry.header.entry_size()? {
+        return Err(io::Error::other("the archive ends within it"));
     }
-    written
+    settle(entry, partial.path(), true)?;
+    let out = partial.as_file();
+    if let Some(value) = &entry.capability {
+        fsetxattr(out, CAPABILITY, value, XattrFlags::empty())?;
+    }
+    out.set_modified(modified(entry)?)?;
+    if in_the_way {
+        directory.remove(name)?;
+    }
+    partial.persist(directory.at(name)).map_err(|e| e.error)?;
+    Ok(())
 }
 
 /// Copies all, without room for blocks of zeros: a sparse file was packed in its full length. Returns the number of bytes.

@@ -1,10 +1,11 @@
 //! Packs an overlay's upper directory as a tar.
 
 use std::collections::HashMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -13,7 +14,8 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use rustix::io::Errno;
 use tar::{Builder, EntryType, Header};
 
-use super::{CAPABILITY, OPAQUE, WHITEOUT};
+use super::left_out::LeftOut;
+use super::{CAPABILITY, LITERAL, OPAQUE, WHITEOUT};
 use crate::config::rootfs::RootfsOptions;
 
 /// Deepest nesting of directories; a descriptor is open for each.
@@ -23,11 +25,11 @@ const MAX_PATH: usize = 4096 - OPAQUE.len() - 2;
 /// A file's access control list (acl(5)).
 const ACL: &str = "system.posix_acl_access";
 
-/// Packs the directory into a new file, which only this user may read.
+/// Packs the directory into a new file, which only this user may read. Returns which attributes that leaves out.
 ///
 /// Somebody may still change the directory. So every entry is opened once, without following a link, and only the
 /// opened file is examined and read. Other types than directories and regular files are opened with O_PATH only.
-pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
+pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<LeftOut> {
     let _ = fs::remove_file(to);
     let to = create_private(to)?;
     let mut walk = LayerWalk {
@@ -36,21 +38,16 @@ pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
         bounds,
         files: 0,
         bytes: 0,
-        lists: 0,
+        left_out: LeftOut::default(),
     };
     walk.directory(&LayerEntry(upper.try_clone()?), Path::new(""), 0)?;
-    if walk.lists > 0 {
-        tracing::warn!(
-            "{} files and directories have access control lists, which a restore leaves out: users and groups that they name lose access",
-            walk.lists
-        );
-    }
     let file = walk
         .tar
         .into_inner()?
         .into_inner()
         .map_err(|e| e.into_error())?;
-    file.sync_all()
+    file.sync_all()?;
+    Ok(walk.left_out)
 }
 
 struct LayerEntry(File);
@@ -96,6 +93,19 @@ impl LayerEntry {
             Err(e) => Err(e.into()),
         }
     }
+
+    /// Lists the names of its extended attributes, each with a NUL behind it. They are for a warning only: where they
+    /// cannot be listed there are none.
+    fn attributes(&self) -> Vec<u8> {
+        let mut names = vec![0; 1024];
+        let mut listed = rustix::fs::listxattr(self.path(), &mut names[..]);
+        if listed == Err(Errno::RANGE) {
+            names.resize(64 << 10, 0);
+            listed = rustix::fs::listxattr(self.path(), &mut names[..]);
+        }
+        names.truncate(listed.unwrap_or(0));
+        names
+    }
 }
 
 struct LayerWalk<'b, W: Write> {
@@ -105,8 +115,7 @@ struct LayerWalk<'b, W: Write> {
     bounds: &'b RootfsOptions,
     files: u64,
     bytes: u64,
-    /// Files and directories with access control lists.
-    lists: u64,
+    left_out: LeftOut,
 }
 
 impl<W: Write> LayerWalk<'_, W> {
@@ -160,20 +169,22 @@ impl<W: Write> LayerWalk<'_, W> {
         let meta = entry.0.metadata()?;
         let kind = meta.file_type();
         if kind.is_char_device() && meta.rdev() == 0 {
-            let mut whiteout = OsStr::new(WHITEOUT).to_owned();
-            whiteout.push(name);
-            empty(&mut self.tar, &path.with_file_name(whiteout))
+            whiteout(&mut self.tar, path, name)
         } else if kind.is_dir() {
+            self.note(entry, path);
+            pax(&mut self.tar, None, is_like_whiteout(path))?;
             let mut header = header(&meta, EntryType::Directory);
             header.set_mode(self.mode(entry, &meta)?);
             self.tar.append_data(&mut header, path, io::empty())?;
             self.directory(entry, path, depth + 1)
         } else if kind.is_symlink() {
+            pax(&mut self.tar, None, is_like_whiteout(path))?;
             let mut header = header(&meta, EntryType::Symlink);
             self.tar.append_link(&mut header, path, entry.link()?)
         } else if kind.is_file() {
             self.file(entry, path, &meta)
         } else if kind.is_fifo() {
+            pax(&mut self.tar, None, is_like_whiteout(path))?;
             let mut header = header(&meta, EntryType::Fifo);
             self.tar.append_data(&mut header, path, io::empty())
         } else {
@@ -182,9 +193,14 @@ impl<W: Write> LayerWalk<'_, W> {
         }
     }
 
+    fn note(&mut self, entry: &LayerEntry, path: &Path) {
+        let names = entry.attributes();
+        self.left_out.note(path, names.split(|byte| *byte == 0));
+    }
+
     /// Returns the mode of a file as it is without its access control list: the group's bits show what anybody in the list
     /// has at most, and not what the group has.
-    fn mode(&mut self, entry: &LayerEntry, meta: &Metadata) -> io::Result<u32> {
+    fn mode(&self, entry: &LayerEntry, meta: &Metadata) -> io::Result<u32> {
         let mode = meta.mode() & 0o7777;
         let list = match entry.attribute(ACL) {
             Ok(None) => return Ok(mode),
@@ -193,7 +209,6 @@ impl<W: Write> LayerWalk<'_, W> {
             Err(e) if e.raw_os_error() == Some(libc::ERANGE) => Vec::new(),
             Err(e) => return Err(e),
         };
-        self.lists += 1;
         Ok(mode & (!0o070 | (u32::from(of_group(&list)) << 3)))
     }
 
@@ -216,6 +231,7 @@ impl<W: Write> LayerWalk<'_, W> {
     fn file(&mut self, entry: &LayerEntry, name: &Path, meta: &Metadata) -> io::Result<()> {
         if meta.nlink() > 1 {
             if let Some(first) = self.links.get(&(meta.dev(), meta.ino())) {
+                pax(&mut self.tar, None, is_like_whiteout(name))?;
                 let mut header = header(meta, EntryType::Link);
                 return self.tar.append_link(&mut header, name, first);
             }
@@ -234,11 +250,10 @@ impl<W: Write> LayerWalk<'_, W> {
             let what = format!("/{}: overlayfs has its contents elsewhere", name.display());
             return Err(io::Error::other(what));
         }
-        if let Some(value) = entry.attribute(CAPABILITY)? {
-            let key = format!("SCHILY.xattr.{CAPABILITY}");
-            self.tar
-                .append_pax_extensions([(key.as_str(), value.as_slice())])?;
-        }
+        self.note(entry, name);
+        let capability = entry.attribute(CAPABILITY)?;
+        let literal = is_like_whiteout(name);
+        pax(&mut self.tar, capability.as_deref(), literal)?;
         let mut header = header(meta, EntryType::Regular);
         header.set_mode(self.mode(entry, meta)?);
         header.set_size(meta.len());
@@ -259,8 +274,41 @@ fn of_group(list: &[u8]) -> u16 {
     own.map_or(0, |entry| number(entry, 2) & 7)
 }
 
-/// Appends an empty file: a whiteout.
-pub fn empty<W: Write>(tar: &mut Builder<W>, name: &Path) -> io::Result<()> {
+/// Returns true for a name that a restore would take for a whiteout's.
+pub fn is_like_whiteout(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_bytes().starts_with(WHITEOUT.as_bytes())
+}
+
+/// Appends the records of the next entry, if it needs any. `literal`: its name is a file's own.
+pub fn pax<W: Write>(
+    tar: &mut Builder<W>,
+    capability: Option<&[u8]>,
+    literal: bool,
+) -> io::Result<()> {
+    let key = format!("SCHILY.xattr.{CAPABILITY}");
+    let capability = capability.map(|value| (key.as_str(), value));
+    let records = capability
+        .into_iter()
+        .chain(literal.then_some((LITERAL, &b"1"[..])));
+    tar.append_pax_extensions(records)
+}
+
+/// Appends that the file `name` at this path is deleted.
+pub fn whiteout<W: Write>(tar: &mut Builder<W>, path: &Path, name: &OsStr) -> io::Result<()> {
+    let mut gone = OsString::from(WHITEOUT);
+    gone.push(name);
+    if gone == OPAQUE {
+        return Err(io::Error::other(format!(
+            "/{}: its deletion would delete all files of the directory",
+            path.display()
+        )));
+    }
+    empty(tar, &path.with_file_name(gone))
+}
+
+/// Appends an empty file.
+fn empty<W: Write>(tar: &mut Builder<W>, name: &Path) -> io::Result<()> {
     let mut header = Header::new_gnu();
     header.set_entry_type(EntryType::Regular);
     header.set_mode(0o600);

@@ -109,6 +109,7 @@ mod tests {
             path: "program".into(),
             link: None,
             capability: Some(vec![1]),
+            literal: false,
             header,
             content: &mut std::io::empty(),
         };

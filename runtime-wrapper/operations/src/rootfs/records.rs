@@ -1,7 +1,7 @@
 //! Reads the entries of a tar of changes, within bounds: the tar may be a stranger's.
 //!
-//! Names that do not fit into a header come as GNU's long names, and a program's capabilities as a PAX record, as
-//! [`mod@super::capture`] writes them. Everything else in PAX (another size, another name) is refused, so that no two
+//! Names that do not fit into a header come as GNU's long names, and a program's capabilities and [`LITERAL`] as PAX
+//! records, as [`mod@super::capture`] writes them. Everything else in PAX (another size, another name) is refused, so that no two
 //! readers can understand the tar differently.
 
 use std::ffi::OsStr;
@@ -12,8 +12,9 @@ use std::path::{Path, PathBuf};
 
 use tar::{Archive, EntryType, Header, PaxExtensions};
 
-use super::CAPABILITY;
+use super::{CAPABILITY, LITERAL};
 use crate::config::rootfs::RootfsOptions;
+use crate::tar_end::EndCheck;
 
 /// Longest name in bytes, as the kernel takes it.
 const MAX_NAME: u64 = 4096;
@@ -25,6 +26,8 @@ pub struct TarRecord<'r> {
     /// Target, if it is a link.
     pub link: Option<PathBuf>,
     pub capability: Option<Vec<u8>>,
+    /// No whiteout, whatever its name.
+    pub literal: bool,
     pub header: Header,
     pub content: &'r mut dyn Read,
 }
@@ -35,9 +38,13 @@ struct AheadRecords {
     path: Option<PathBuf>,
     link: Option<PathBuf>,
     capability: Option<Vec<u8>>,
+    literal: bool,
 }
 
 /// Visits the entries of a tar in order.
+///
+/// # Errors
+/// The tar has no end mark, too: an empty file would restore nothing, silently.
 pub fn each(
     tar: &File,
     bounds: &RootfsOptions,
@@ -45,7 +52,7 @@ pub fn each(
 ) -> io::Result<()> {
     let mut reader = BufReader::with_capacity(32 << 10, tar);
     reader.rewind()?;
-    let mut archive = Archive::new(reader);
+    let mut archive = Archive::new(EndCheck::new(reader));
     let (mut entries, mut bytes) = (0u64, 0u64);
     let mut ahead = AheadRecords::default();
     for entry in archive.entries_with_seek()?.raw(true) {
@@ -77,7 +84,7 @@ pub fn each(
             EntryType::GNULongName => ahead.path = Some(name(&text(&mut entry, size, MAX_NAME)?)),
             EntryType::GNULongLink => ahead.link = Some(name(&text(&mut entry, size, MAX_NAME)?)),
             EntryType::XHeader => {
-                ahead.capability = capability(&text(&mut entry, size, MAX_PAX)?)?;
+                pax(&text(&mut entry, size, MAX_PAX)?, &mut ahead)?;
             }
             EntryType::XGlobalHeader => {
                 return Err(io::Error::other("a PAX record for all files"));
@@ -87,6 +94,7 @@ pub fn each(
                     path,
                     link,
                     capability,
+                    literal,
                 } = std::mem::take(&mut ahead);
                 let path = path.unwrap_or_else(|| name(&header.path_bytes()));
                 let link = link.or_else(|| header.link_name_bytes().map(|l| name(&l)));
@@ -94,6 +102,7 @@ pub fn each(
                     path,
                     link,
                     capability,
+                    literal,
                     header,
                     content: &mut entry,
                 };
@@ -103,7 +112,7 @@ pub fn each(
             }
         }
     }
-    Ok(())
+    archive.into_inner().finish()
 }
 
 fn text(entry: &mut impl Read, size: u64, max: u64) -> io::Result<Vec<u8>> {
@@ -123,18 +132,20 @@ fn name(bytes: &[u8]) -> PathBuf {
     Path::new(OsStr::from_bytes(&bytes[..end])).to_owned()
 }
 
-fn capability(record: &[u8]) -> io::Result<Option<Vec<u8>>> {
+fn pax(record: &[u8], ahead: &mut AheadRecords) -> io::Result<()> {
     let key = format!("SCHILY.xattr.{CAPABILITY}");
-    let mut found = None;
     for extension in PaxExtensions::new(record) {
         let extension = extension?;
-        if extension.key_bytes() != key.as_bytes() {
-            return Err(io::Error::other(format!(
-                "a PAX record of {:?}, which cryopod does not write",
-                String::from_utf8_lossy(extension.key_bytes())
-            )));
+        match (extension.key_bytes(), extension.value_bytes()) {
+            (name, value) if name == key.as_bytes() => ahead.capability = Some(value.to_vec()),
+            (name, b"1") if name == LITERAL.as_bytes() => ahead.literal = true,
+            (name, _) => {
+                return Err(io::Error::other(format!(
+                    "a PAX record of {:?}, which this build of cryopod does not write",
+                    String::from_utf8_lossy(name)
+                )));
+            }
         }
-        found = Some(extension.value_bytes().to_vec());
     }
-    Ok(found)
+    Ok(())
 }

@@ -67,7 +67,7 @@ fn whose_changes_are_carried() {
 }
 
 fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<()> {
-    capture::pack(&fs::File::open(upper)?, &images.join(FILE), bounds)
+    capture::pack(&fs::File::open(upper)?, &images.join(FILE), bounds).map(drop)
 }
 
 fn bundle(dir: &Path) -> std::path::PathBuf {
@@ -309,7 +309,13 @@ fn a_list_that_is_lost_gives_nobody_more() {
     rustix::fs::setxattr(upper.join("file"), name, &list, flags).unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
     assert_eq!(mode(&upper.join("file")), 0o660);
-    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    let opened = fs::File::open(&upper).unwrap();
+    let left_out = capture::pack(&opened, &images.join(FILE), &RootfsOptions::default()).unwrap();
+    let warning = left_out.to_string();
+    assert!(
+        warning.contains("(system.posix_acl_access): /file"),
+        "{warning}"
+    );
     let bundle = bundle(dir.path());
     restore(&images, &bundle).unwrap();
     assert_eq!(mode(&bundle.join("rootfs/file")), 0o600);
@@ -349,7 +355,7 @@ fn long_names_and_what_is_cut_off() {
     pack(&upper, &images, &three).unwrap();
     let bundle = bundle(dir.path());
     let config = Config {
-        rootfs: three,
+        rootfs: three.clone(),
         ..Config::default()
     };
     apply(&config, &images, &bundle).unwrap();
@@ -369,8 +375,74 @@ fn long_names_and_what_is_cut_off() {
     let text = [header.as_bytes(), &b"short"[..]].concat();
     images.put(FILE, text);
     let e = restore(&images, &bundle).unwrap_err().to_string();
-    assert!(e.contains("/cut"), "{e}");
+    assert!(e.contains("cut off"), "{e}");
     assert!(!root.join("cut").exists());
+    // An empty file, and one that ends between two entries.
+    pack(&upper, &images, &three).unwrap();
+    let whole = fs::read(images.join(FILE)).unwrap();
+    fs::remove_file(root.join("link")).unwrap();
+    for length in [0, whole.len() - 1024] {
+        images.put(FILE, &whole[..length]);
+        let e = restore(&images, &bundle).unwrap_err().to_string();
+        assert!(e.contains("no end mark"), "{length}: {e}");
+        assert!(fs::symlink_metadata(root.join("link")).is_err());
+    }
+}
+
+/// Unpacked layers of images have files with such names.
+#[test]
+fn names_like_whiteouts_are_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir(&images).unwrap();
+    upper.put("d/.wh.file", "1");
+    fs::hard_link(upper.join("d/.wh.file"), upper.join("d/.wh.twin")).unwrap();
+    upper.put("d/.wh..wh..opq", "2");
+    upper.put("d/.wh.directory/in", "3");
+    upper.link("d/.wh.link", "to");
+    upper.put("d/.wh.", "4");
+    // A header has no room for this name.
+    let long = format!("d/.wh.{}", "n".repeat(200));
+    upper.put(&long, "5");
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    for name in ["file", "twin", "directory", "link", "kept"] {
+        root.join("d").put(name, "old");
+    }
+    restore(&images, &bundle).unwrap();
+    let read = |p: &str| fs::read_to_string(root.join(p)).unwrap();
+    for name in ["file", "twin", "directory", "link", "kept"] {
+        assert_eq!(read(&format!("d/{name}")), "old");
+    }
+    for (name, text) in [
+        ("d/.wh.file", "1"),
+        ("d/.wh.twin", "1"),
+        ("d/.wh..wh..opq", "2"),
+        ("d/.wh.directory/in", "3"),
+        ("d/.wh.", "4"),
+        (&long, "5"),
+    ] {
+        assert_eq!(read(name), text, "{name}");
+    }
+    let link = fs::read_link(root.join("d/.wh.link")).unwrap();
+    assert_eq!(link, Path::new("to"));
+}
+
+#[test]
+fn an_unpacked_file_takes_no_name_of_the_containers() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir(&images).unwrap();
+    upper.put(".cryopod-unpacked", "its own");
+    upper.put("z", "new");
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    restore(&images, &bundle).unwrap();
+    let own = fs::read_to_string(root.join(".cryopod-unpacked"));
+    assert_eq!(own.unwrap(), "its own");
+    assert_eq!(fs::read_dir(&root).unwrap().count(), 2);
 }
 
 #[test]
@@ -503,6 +575,71 @@ fn an_engines_tar_is_adopted() {
         ..RootfsOptions::default()
     };
     fs::remove_file(images.join(FILE)).unwrap();
+    // Its whiteout would be the mark of an opaque directory.
+    unpacked.put("deleted.files", r#"["/a/.wh..opq"]"#);
+    let e = adopt(&RootfsOptions::default(), unpacked, &images)
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("/a/.wh..opq: "), "{e}");
+    fs::remove_file(unpacked.join("deleted.files")).unwrap();
+    // The engine's tar was cut off.
+    let whole = fs::read(unpacked.join("rootfs-diff.tar")).unwrap();
+    unpacked.put("rootfs-diff.tar", &whole[..whole.len() - 1024]);
+    let e = adopt(&RootfsOptions::default(), unpacked, &images)
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("no end mark"), "{e}");
+    assert!(!images.join(FILE).exists());
+    unpacked.put("rootfs-diff.tar", whole);
     let e = adopt(&few, unpacked, &images).unwrap_err().to_string();
     assert!(e.contains("rootfs.max_files"), "{e}");
+}
+
+/// podman lists deleted files; containerd has whiteouts, and so has what its CRI calls as podman does.
+#[test]
+fn whose_tar_has_whiteouts() {
+    for (name, is_gzip, has_whiteouts) in [
+        ("rootfs-diff.tar", false, false),
+        ("rootfs-diff.tar", true, true),
+        ("containerd/rw.tar", false, true),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let (unpacked, images) = (dir.path(), dir.path().join("checkpoint"));
+        fs::create_dir(&images).unwrap();
+        let mut tar = tar::Builder::new(Vec::new());
+        let mut header = tar::Header::new_gnu();
+        header.set_mode(0o640);
+        header.set_uid(nix::unistd::geteuid().as_raw().into());
+        header.set_gid(nix::unistd::getegid().as_raw().into());
+        header.set_mtime(0);
+        header.set_size(0);
+        tar.append_data(&mut header, ".wh.x", std::io::empty())
+            .unwrap();
+        let mut bytes = tar.into_inner().unwrap();
+        if is_gzip {
+            let mut gzip = flate2::read::GzEncoder::new(&bytes[..], flate2::Compression::fast());
+            let mut packed = Vec::new();
+            std::io::Read::read_to_end(&mut gzip, &mut packed).unwrap();
+            bytes = packed;
+        }
+        unpacked.put(name, &bytes);
+        adopt(&RootfsOptions::default(), unpacked, &images).unwrap();
+        let bundle = bundle(dir.path());
+        let root = bundle.join("rootfs");
+        root.put("x", "old");
+        restore(&images, &bundle).unwrap();
+        let (is_deleted, is_file) = (!root.join("x").exists(), root.join(".wh.x").exists());
+        assert_eq!(
+            (is_deleted, is_file),
+            (has_whiteouts, !has_whiteouts),
+            "{name}"
+        );
+        if is_gzip {
+            let at = bytes.len() - 8;
+            bytes[at] ^= 1;
+            unpacked.put(name, &bytes);
+            fs::remove_file(images.join(FILE)).unwrap();
+            assert!(adopt(&RootfsOptions::default(), unpacked, &images).is_err());
+        }
+    }
 }

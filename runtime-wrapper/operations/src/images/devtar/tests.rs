@@ -196,3 +196,37 @@ fn hostile_headers() {
         .to_string();
     assert!(e.contains("sum is wrong"), "{e}");
 }
+
+#[test]
+fn only_a_whole_archive_is_rewritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let (from, to) = (dir.path().join("a"), dir.path().join("b"));
+    let try_it = |bytes: &[u8]| {
+        fs::write(&from, bytes).unwrap();
+        let _ = fs::remove_file(&to);
+        rewrite(&from, &to, &[]).map_err(|e| e.to_string())
+    };
+    let mut tar = tar::Builder::new(Vec::new());
+    let mut header = Header::new_gnu();
+    header.set_size(3);
+    tar.append_data(&mut header, "x", &b"abc"[..]).unwrap();
+    let mut tar = tar.into_inner().unwrap();
+    let mut whole = gzip(&tar);
+    try_it(&whole).unwrap();
+    for length in [0, 300, 1024] {
+        let e = try_it(&gzip(&tar[..length])).unwrap_err();
+        assert!(e.contains("cut off"), "{length}: {e}");
+    }
+    // gzip's checksum, and its length.
+    for at in [8, 4] {
+        let at = whole.len() - at;
+        whole[at] ^= 1;
+        let e = try_it(&whole).unwrap_err();
+        assert!(e.contains("corrupt"), "{e}");
+        whole[at] ^= 1;
+    }
+    assert!(try_it(&whole[..whole.len() - 8]).is_err());
+    tar.resize(3 << 20, 0);
+    let e = try_it(&gzip(&tar)).unwrap_err();
+    assert!(e.contains("more than 1 MiB"), "{e}");
+}

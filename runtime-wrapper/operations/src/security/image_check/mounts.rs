@@ -12,12 +12,13 @@ use std::path::{Path, PathBuf};
 use cryopod_archive::criu::message::Message;
 use cryopod_archive::criu::mounts::{self, CriuMount, fs_type};
 use cryopod_host::spec::Spec;
-use flate2::read::GzDecoder;
+use flate2::read::MultiGzDecoder;
 use serde_json::Value;
 
 use super::{CheckedImages, Subject, is_clean, opened};
 use crate::security::ceiling::CredentialsCeiling;
 use crate::security::privileges::{PrivilegesError, top};
+use crate::tar_end::EndCheck;
 
 pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
@@ -250,7 +251,8 @@ fn is_tmpfs(mount: &CriuMount) -> bool {
 /// Returns a path of which a part is a link in the archive.
 fn through_link<'a>(archive: &Path, paths: &'a [PathBuf]) -> io::Result<Option<&'a PathBuf>> {
     let file = File::open(archive)?;
-    let mut archive = tar::Archive::new(GzDecoder::new(file));
+    // Several members, one behind the other: the gzip that CRIU runs reads them all.
+    let mut archive = tar::Archive::new(EndCheck::new(MultiGzDecoder::new(file)));
     for entry in archive.entries()? {
         let entry = entry?;
         let is_link =
@@ -261,6 +263,7 @@ fn through_link<'a>(archive: &Path, paths: &'a [PathBuf]) -> io::Result<Option<&
             return Ok(Some(path));
         }
     }
+    archive.into_inner().finish()?;
     Ok(None)
 }
 
@@ -287,5 +290,30 @@ mod tests {
         assert!(leads("pts/x"));
         assert!(!leads("shm"));
         assert!(!leads("ptsx"));
+        // Two members; gzip's checksum of the last one; nothing.
+        let whole = std::fs::read(&path).unwrap();
+        let mut tar = Vec::new();
+        io::Read::read_to_end(&mut MultiGzDecoder::new(&whole[..]), &mut tar).unwrap();
+        let gzip = |bytes: &[u8]| {
+            let mut packed = Vec::new();
+            let mut gzip = flate2::read::GzEncoder::new(bytes, flate2::Compression::fast());
+            io::Read::read_to_end(&mut gzip, &mut packed).unwrap();
+            packed
+        };
+        let links = &tar[..512];
+        std::fs::write(&path, [gzip(b""), gzip(links), gzip(&tar[512..])].concat()).unwrap();
+        assert!(leads("pts"));
+        let refused = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            through_link(&path, &["shm".into()])
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(refused(&gzip(links)).contains("cut off"));
+        assert!(refused(&gzip(b"")).contains("cut off"));
+        let mut damaged = whole;
+        let at = damaged.len() - 8;
+        damaged[at] ^= 1;
+        assert!(refused(&damaged).contains("corrupt"));
     }
 }
