@@ -3,7 +3,9 @@
 //! `tar::Archive` takes the end of the file at a header for the end of the tar. It also leaves unread what follows the
 //! end mark, and gzip compares its checksum only there.
 
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, BufRead, Read, Seek, SeekFrom};
+
+use flate2::bufread::GzDecoder;
 
 /// Most bytes after the end mark. tar fills its last record with zeros: 10 KiB, unless it is told otherwise.
 const MAX_REST: u64 = 1 << 20;
@@ -45,6 +47,45 @@ impl<R: Read> Read for EndCheck<R> {
 impl<R: Seek> Seek for EndCheck<R> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.input.seek(to)
+    }
+}
+
+/// Reads a file as gzip does: all its members, and no zeros behind one, with which tar fills its last record.
+pub struct GzipMembers<R>(Option<GzDecoder<R>>);
+
+impl<R: BufRead> GzipMembers<R> {
+    pub fn new(input: R) -> Self {
+        Self(Some(GzDecoder::new(input)))
+    }
+}
+
+impl<R: BufRead> Read for GzipMembers<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        while let Some(member) = &mut self.0 {
+            let read = member.read(buf)?;
+            if read > 0 || buf.is_empty() {
+                return Ok(read);
+            }
+            let input = self.0.take().map(GzDecoder::into_inner);
+            self.0 = match input {
+                Some(mut input) => skip_zeros(&mut input)?.then(|| GzDecoder::new(input)),
+                None => None,
+            };
+        }
+        Ok(0)
+    }
+}
+
+/// Returns true if something follows.
+fn skip_zeros(input: &mut impl BufRead) -> io::Result<bool> {
+    loop {
+        let bytes = input.fill_buf()?;
+        let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
+        let (is_end, is_other) = (bytes.is_empty(), zeros < bytes.len());
+        input.consume(zeros);
+        if is_end || is_other {
+            return Ok(is_other);
+        }
     }
 }
 

@@ -9,11 +9,10 @@ use std::path::{Path, PathBuf};
 
 use cryopod_host::files::create_private;
 use flate2::Compression;
-use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
 use tar::{EntryType, Header};
 
-use crate::tar_end::{cut_off, drain};
+use crate::tar_end::{GzipMembers, cut_off, drain};
 
 const BLOCK: usize = 512;
 const MAX_EXTENSION: u64 = 1 << 20;
@@ -58,7 +57,7 @@ pub fn rewrite(from: &Path, to: &Path, nodes: &[TarNode]) -> Result<(), TarError
     let output = create_private(to).map_err(io(to, unwritten))?;
     let mut packer = GzEncoder::new(BufWriter::new(output), Compression::fast());
     let mut copy = Copy {
-        input: MultiGzDecoder::new(BufReader::new(input)),
+        input: GzipMembers::new(BufReader::new(input)),
         output: &mut packer,
         nodes,
         models: vec![None; nodes.len()],
