@@ -23,10 +23,11 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
+use crate::record::{self, Record};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, done, ended, reason};
-use crate::{criu, options, ttrpc::rpc};
+use crate::{criu, options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
 use cryopod_host::cgroups::Cgroups;
@@ -150,6 +151,8 @@ pub struct Tasks {
     upstream: Address,
     /// containerd's namespace. A shim has containers of only one; containerd 1.7 does not state it in its calls.
     namespace: String,
+    /// The one with which the stock shim was started. `start` passes it to this process too.
+    low_level: String,
     /// This program's standard error leads nowhere.
     log: PathBuf,
     containers: Mutex<HashMap<String, KnownContainer>>,
@@ -163,6 +166,7 @@ impl Tasks {
             runtime,
             upstream,
             namespace: namespace.into(),
+            low_level: stock::inherited_low_level().to_string_lossy().into_owned(),
             log: names::DETACHED_LOG.into(),
             containers: Mutex::default(),
         }
@@ -480,6 +484,17 @@ impl Tasks {
             criu: criu::directories(&bundle, &options.criu_work_path),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
+        // Since 2.0 containerd does not call `start`, which writes this too, for a further container of a pod.
+        let record = Record {
+            upstream: self.upstream.clone(),
+            address: Address::for_upstream(&self.upstream),
+            low_level: self.low_level.clone(),
+            root: Some(options.root.clone()).filter(|r| !r.is_empty()),
+        };
+        record.write(&bundle).map_err(|e| {
+            let file = bundle.join(record::FILE);
+            format!("{}: cannot be written: {e}", file.display())
+        })?;
         let named = !options.criu_image_path.is_empty();
         // Other engines connect networks with hooks, or have a namespace ready.
         let mounted = create.rootfs.is_empty();
