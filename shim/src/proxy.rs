@@ -18,16 +18,17 @@ use std::time::Duration;
 use cryopod_host::limited::wait_until;
 
 use containerd_shim::protos::protobuf::Message;
-use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
+use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_RESPONSE, MessageHeader};
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::container::HeldCall;
+use crate::peer::PeerProcess;
 use crate::restore::ImageWork;
 use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
-use crate::ttrpc::frame::Frame;
+use crate::ttrpc::frame::{Frame, Oversized};
 use crate::{Error, restore, stock, ttrpc::rpc};
 
 /// The descriptor in which `start` hands over the listening socket.
@@ -97,13 +98,14 @@ impl ProxyServer {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            if let Err(e) = self.serve(client) {
+            let containerd = PeerProcess::of(&client);
+            if let Err(e) = self.serve(client, containerd) {
                 eprintln!("cryopod: a connection of containerd's: {e}");
             }
         }
     }
 
-    fn serve(&self, client: UnixStream) -> io::Result<()> {
+    fn serve(&self, client: UnixStream, containerd: PeerProcess) -> io::Result<()> {
         let stock = self.upstream.connect()?;
         let link = Arc::new(ProxyLink {
             tasks: Arc::clone(&self.tasks),
@@ -127,8 +129,9 @@ impl ProxyServer {
             for (_, watched) in unanswered {
                 back.tasks.lost(&watched);
             }
-            for checkpoint in lock(&back.checkpoints).drain(..) {
-                if checkpoint.images.exists() {
+            let checkpoints: Vec<_> = lock(&back.checkpoints).drain(..).collect();
+            for checkpoint in checkpoints {
+                if restore::are_left(&checkpoint.images, &containerd, checkpoint.succeeded) {
                     back.tasks.abandoned(&checkpoint);
                 }
             }
@@ -162,7 +165,12 @@ fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl ProxyLink {
     fn pump_answers(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
-        while let Some(frame) = Frame::read(from)? {
+        loop {
+            let frame = match Frame::read(from) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(()),
+                Err(e) => refusal(&e.downcast()?)?,
+            };
             let watched = match frame.header.type_ {
                 MESSAGE_TYPE_RESPONSE => lock(&self.watched).remove(&frame.header.stream_id),
                 _ => None,
@@ -170,13 +178,13 @@ impl ProxyLink {
             let response = Response::parse_from_bytes(&frame.body);
             match (watched, response) {
                 (Some(watched), Ok(response)) if rpc::succeeded(&response) => {
-                    self.answer(&frame, &self.tasks.response(watched, response))?;
+                    self.finish(&frame, watched, response)?;
                 }
                 // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.
                 (Some(watched), Ok(response)) => {
                     let (link, unchanged) = (Arc::clone(self), frame.clone());
                     let spawned = spawn("failed call", move || {
-                        let _ = link.answer(&frame, &link.tasks.response(watched, response));
+                        let _ = link.finish(&frame, watched, response);
                     });
                     // Without a connection containerd would delete all containers.
                     if spawned.is_err() {
@@ -186,11 +194,34 @@ impl ProxyLink {
                 _ => frame.write(&mut *lock(&self.client))?,
             }
         }
-        Ok(())
+    }
+
+    /// Sends the response to a watched call.
+    fn finish(&self, to: &Frame, watched: Watched, response: Response) -> io::Result<()> {
+        let checkpoint = watched.checkpoint();
+        let response = self.tasks.response(watched, response);
+        if let Some(checkpoint) = checkpoint
+            && rpc::succeeded(&response)
+        {
+            let mut all = lock(&self.checkpoints);
+            for known in all.iter_mut().filter(|c| c.images == checkpoint.images) {
+                known.succeeded = true;
+            }
+        }
+        self.answer(to, &response)
     }
 
     fn pump_requests(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
-        while let Some(mut frame) = Frame::read(from)? {
+        loop {
+            let mut frame = match Frame::read(from) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(()),
+                // The stock shim would refuse it and go on. Without a connection containerd would delete all containers.
+                Err(e) => {
+                    refusal(&e.downcast()?)?.write(&mut *lock(&self.client))?;
+                    continue;
+                }
+            };
             if frame.is_request() {
                 let (fate, watched) = match Request::parse_from_bytes(&frame.body) {
                     Ok(request) => self.tasks.request(&request),
@@ -223,19 +254,27 @@ impl ProxyLink {
             }
             frame.write(&mut *lock(&self.stock))?;
         }
-        Ok(())
     }
 
     fn answer(&self, to: &Frame, response: &Response) -> io::Result<()> {
-        let mut header = to.header;
-        header.type_ = MESSAGE_TYPE_RESPONSE;
-        header.flags = 0;
-        let body = response
-            .write_to_bytes()
-            .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
-            .map_err(io::Error::other)?;
-        Frame { header, body }.write(&mut *lock(&self.client))
+        answer_frame(to.header, response)?.write(&mut *lock(&self.client))
     }
+}
+
+fn answer_frame(mut header: MessageHeader, response: &Response) -> io::Result<Frame> {
+    header.type_ = MESSAGE_TYPE_RESPONSE;
+    header.flags = 0;
+    let body = response
+        .write_to_bytes()
+        .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
+        .map_err(io::Error::other)?;
+    Ok(Frame { header, body })
+}
+
+/// Returns ttrpc's own answer to a message that is too long; its client takes a response that is too long for the same.
+fn refusal(oversized: &Oversized) -> io::Result<Frame> {
+    let failure = rpc::failure(Code::RESOURCE_EXHAUSTED, oversized.to_string());
+    answer_frame(oversized.header, &failure)
 }
 
 struct HeldFrame {
@@ -258,32 +297,52 @@ mod tests {
     use super::*;
     use containerd_shim::api::{CheckpointTaskRequest, CreateTaskRequest, ResumeRequest};
     use containerd_shim::protos::protobuf::MessageDyn;
-    use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_REQUEST, MessageHeader};
+    use containerd_shim::protos::ttrpc::proto::{MESSAGE_LENGTH_MAX, MESSAGE_TYPE_REQUEST};
+    use std::fs;
+    use std::os::unix::fs::DirBuilderExt;
+    use std::path::{Path, PathBuf};
+    use std::process::{Child, Command};
 
-    /// A shim that exits meanwhile would cut the judgement off.
-    #[test]
-    fn an_abandoned_checkpoint_is_judged_before_the_exit() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("stock");
-        let stock = UnixListener::bind(&path).unwrap();
-        let upstream = Address(path.to_str().unwrap().to_owned());
-        let server = ProxyServer {
-            tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
-            upstream,
-            open: Arc::default(),
-        };
-        let (mut containerd, client) = UnixStream::pair().unwrap();
-        server.serve(client).unwrap();
-        let (mut link, _) = stock.accept().unwrap();
-        let mut create = CreateTaskRequest::new();
-        create.id = "c1".into();
-        create.bundle = dir.path().to_str().unwrap().to_owned();
-        let mut checkpoint = CheckpointTaskRequest::new();
-        checkpoint.id = "c1".into();
-        checkpoint.path.clone_from(&create.bundle);
-        let calls: [(&str, &dyn MessageDyn); 2] =
-            [("Create", &create), ("Checkpoint", &checkpoint)];
-        for (stream, (method, message)) in (1..).step_by(2).zip(calls) {
+    /// A stock shim that does not answer, our server in front of it, and a connection of containerd's to that.
+    struct Bed {
+        stock: UnixListener,
+        server: ProxyServer,
+        containerd: UnixStream,
+        /// Our end of the connection to the stock shim.
+        link: UnixStream,
+        /// The process that counts as containerd.
+        process: Child,
+        dir: tempfile::TempDir,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("stock");
+            let stock = UnixListener::bind(&path).unwrap();
+            let upstream = Address(path.to_str().unwrap().to_owned());
+            let server = ProxyServer {
+                tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
+                upstream,
+                open: Arc::default(),
+            };
+            let process = Command::new("sleep").arg("600").spawn().unwrap();
+            let peer = PeerProcess::with_pid(i32::try_from(process.id()).unwrap());
+            let (containerd, client) = UnixStream::pair().unwrap();
+            server.serve(client, peer).unwrap();
+            let (link, _) = stock.accept().unwrap();
+            Self {
+                stock,
+                server,
+                containerd,
+                link,
+                process,
+                dir,
+            }
+        }
+
+        /// Makes a call of containerd's, which the stock shim gets.
+        fn call(&mut self, stream: u32, method: &str, message: &dyn MessageDyn) {
             let mut request = Request::new();
             request.service = "containerd.task.v2.Task".into();
             request.method = method.into();
@@ -294,14 +353,157 @@ mod tests {
                 ..MessageHeader::default()
             };
             let body = request.write_to_bytes().unwrap();
-            Frame { header, body }.write(&mut containerd).unwrap();
-            Frame::read(&mut link).unwrap().unwrap();
+            let frame = Frame { header, body };
+            frame.write(&mut self.containerd).unwrap();
+            let got = Frame::read(&mut self.link).unwrap().unwrap();
+            assert_eq!(got.header.stream_id, stream);
         }
-        drop((link, containerd));
+
+        fn create_and_checkpoint(&mut self, images: &Path) {
+            let mut create = CreateTaskRequest::new();
+            create.id = "c1".into();
+            create.bundle = self.dir.path().to_str().unwrap().to_owned();
+            self.call(1, "Create", &create);
+            let mut checkpoint = CheckpointTaskRequest::new();
+            checkpoint.id = "c1".into();
+            checkpoint.path = images.to_str().unwrap().to_owned();
+            self.call(3, "Checkpoint", &checkpoint);
+        }
+
+        /// The stock shim answers with a success, which containerd gets.
+        fn succeed(&mut self, stream: u32) {
+            let header = MessageHeader {
+                stream_id: stream,
+                ..MessageHeader::default()
+            };
+            let answer = answer_frame(header, &rpc::failure(Code::OK, "")).unwrap();
+            answer.write(&mut self.link).unwrap();
+            let got = Frame::read(&mut self.containerd).unwrap().unwrap();
+            assert_eq!(got.header.stream_id, stream);
+        }
+
+        fn asked_within(&self, limit: Duration) -> bool {
+            self.stock.set_nonblocking(true).unwrap();
+            wait_until(limit, Duration::from_millis(10), || {
+                self.stock.accept().is_ok()
+            })
+        }
+    }
+
+    impl Drop for Bed {
+        fn drop(&mut self) {
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+
+    /// An image directory of containerd's.
+    struct Images(PathBuf);
+
+    impl Images {
+        fn new(number: u32) -> Self {
+            let name = format!("ctrd-checkpoint{}{number}", std::process::id());
+            let path = restore::temporary().join(name);
+            fs::DirBuilder::new().mode(0o700).create(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Images {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A shim that exits meanwhile would cut the judgement off.
+    #[test]
+    fn an_abandoned_checkpoint_is_judged_before_the_exit() {
+        let images = Images::new(2);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.process.kill().unwrap();
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
         // It asks whether the container lives.
-        let _question = stock.accept().unwrap();
-        assert_eq!(server.open.load(Ordering::Acquire), 0);
+        bed.stock.accept().unwrap();
+        assert_eq!(bed.server.open.load(Ordering::Acquire), 0);
         assert!(restore::has_image_work());
+    }
+
+    /// docker deletes a container as soon as it has ended: containerd then closes the connection, and packs on.
+    #[test]
+    fn a_checkpoint_is_not_judged_while_containerd_lives() {
+        let images = Images::new(3);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.succeed(3);
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+        assert!(restore::has_image_work());
+        bed.process.kill().unwrap();
+        assert!(bed.asked_within(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn a_checkpoint_that_containerd_has_packed_is_not_judged() {
+        let images = Images::new(4);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.succeed(3);
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        drop(images);
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+        bed.process.kill().unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+    }
+
+    /// `ctr tasks checkpoint --image-path`.
+    #[test]
+    fn a_directory_of_the_users_is_not_judged() {
+        let images = tempfile::tempdir().unwrap();
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(images.path());
+        bed.succeed(3);
+        bed.process.kill().unwrap();
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+    }
+
+    #[test]
+    fn a_message_that_is_too_long_is_refused_and_the_connection_goes_on() {
+        let mut bed = Bed::new();
+        let too_long = |stream: u32, type_: u8| Frame {
+            header: MessageHeader {
+                stream_id: stream,
+                type_,
+                ..MessageHeader::default()
+            },
+            body: vec![0; MESSAGE_LENGTH_MAX + 1],
+        };
+        let refused = |answer: Frame| {
+            assert_eq!(answer.header.type_, MESSAGE_TYPE_RESPONSE);
+            let response = Response::parse_from_bytes(&answer.body).unwrap();
+            assert_eq!(response.status().code(), Code::RESOURCE_EXHAUSTED);
+            assert_eq!(
+                response.status().message(),
+                "message length 4194305 exceed maximum message size of 4194304"
+            );
+            answer.header.stream_id
+        };
+        let request = too_long(1, MESSAGE_TYPE_REQUEST);
+        request.write(&mut bed.containerd).unwrap();
+        let answer = Frame::read(&mut bed.containerd).unwrap().unwrap();
+        assert_eq!(refused(answer), 1);
+        bed.call(3, "Connect", &ResumeRequest::new());
+        let response = too_long(3, MESSAGE_TYPE_RESPONSE);
+        response.write(&mut bed.link).unwrap();
+        let answer = Frame::read(&mut bed.containerd).unwrap().unwrap();
+        assert_eq!(refused(answer), 3);
+        bed.call(5, "Connect", &ResumeRequest::new());
+        bed.succeed(5);
     }
 
     #[test]

@@ -87,16 +87,22 @@ pub struct Watched {
 pub struct PackedCheckpoint {
     id: String,
     pub images: PathBuf,
+    /// containerd was told of a success, and packs the images.
+    pub succeeded: bool,
 }
 
 impl Watched {
-    /// Returns the checkpoint that this call asks for, if it is one.
+    /// Returns the checkpoint that this call asks for, if containerd packs its images. Those in a directory that the user
+    /// names (`ctr tasks checkpoint --image-path`) stay there.
     pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
         match &self.call {
-            TaskCall::Checkpoint(images) => Some(PackedCheckpoint {
-                id: self.id.clone(),
-                images: images.path.clone(),
-            }),
+            TaskCall::Checkpoint(images) if restore::is_containerds(&images.path) => {
+                Some(PackedCheckpoint {
+                    id: self.id.clone(),
+                    images: images.path.clone(),
+                    succeeded: false,
+                })
+            }
             _ => None,
         }
     }
@@ -245,7 +251,7 @@ impl Tasks {
         response
     }
 
-    /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
+    /// Removes the images of a checkpoint that containerd packs no more, unless they may be all that is left.
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
         // It answers when the checkpoint has succeeded or failed.
         let lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
@@ -668,7 +674,7 @@ fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
         false => format!("the only checkpoint of {id}, which has ended"),
     };
     let said = format!(
-        "cryopod: {images}: {what}: containerd died before it packed it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
+        "cryopod: {images}: {what}: containerd did not pack it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
     );
     let mut options = File::options();
     let options = options.append(true).create(true).mode(0o600);

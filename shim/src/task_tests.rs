@@ -257,6 +257,7 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
         tasks.abandoned(&PackedCheckpoint {
             id: "c1".into(),
             images: images.clone(),
+            succeeded: true,
         });
         assert_eq!(images.join(names::ONLY_COPY).exists(), kept);
         assert_eq!(images.exists(), kept);
@@ -290,6 +291,7 @@ fn a_container_whose_criu_hangs_is_not_said_to_have_ended() {
     let checkpoint = PackedCheckpoint {
         id: "c1".into(),
         images: dir.path().into(),
+        succeeded: true,
     };
     let log = dir.path().join("log");
     let said = |hangs| {
