@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +24,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::container::HeldCall;
-use crate::peer::PeerProcess;
+use crate::peer::{self, PeerProcess};
 use crate::restore::ImageWork;
 use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
@@ -58,8 +59,12 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
             source,
         }
     })?;
+    let stock = peer::pid(&watched).ok();
+    let ours = OwnSocket::new(ours);
     let open = Arc::new(AtomicUsize::new(0));
     let server = ProxyServer {
+        stock,
+        socket: ours.clone(),
         tasks: Arc::new(Tasks::new(runtime, upstream.clone(), namespace)),
         upstream,
         open: Arc::clone(&open),
@@ -84,13 +89,46 @@ fn wait_for_end(mut stream: UnixStream) {
     }
 }
 
+/// Our socket, whose path a successor of this process may have taken over.
+#[derive(Clone)]
+struct OwnSocket {
+    address: Address,
+    file: Option<SocketFile>,
+}
+
+/// The device, inode and time of change: an inode may be used again.
+type SocketFile = (u64, u64, i64, i64);
+
+impl OwnSocket {
+    fn new(address: Address) -> Self {
+        let file = Self::file(&address);
+        Self { address, file }
+    }
+
+    fn file(address: &Address) -> Option<SocketFile> {
+        let meta = address.path().symlink_metadata().ok()?;
+        Some((meta.dev(), meta.ino(), meta.ctime(), meta.ctime_nsec()))
+    }
+
+    fn remove(&self) {
+        if Self::file(&self.address) == self.file {
+            self.address.remove();
+        }
+    }
+}
+
 struct ProxyServer {
+    /// The process that began to listen on the stock shim's socket.
+    stock: Option<i32>,
+    socket: OwnSocket,
     upstream: Address,
     tasks: Arc<Tasks>,
     open: Arc<AtomicUsize>,
 }
 
 impl ProxyServer {
+    /// Accepts connections, until the stock shim's socket is a successor's: the same container was started again while its
+    /// stock shim exits, with which this process does. Then `start` finds no socket of ours, and starts another process.
     fn accept(&self, listener: &UnixListener) {
         for client in listener.incoming() {
             // At worst there are too many open files: containerd tries again.
@@ -99,14 +137,25 @@ impl ProxyServer {
                 continue;
             };
             let containerd = PeerProcess::of(&client);
-            if let Err(e) = self.serve(client, containerd) {
+            let stock = self.upstream.connect();
+            if let Ok(stock) = &stock
+                && peer::pid(stock).ok() != self.stock
+            {
+                self.socket.remove();
+                return;
+            }
+            if let Err(e) = stock.and_then(|stock| self.serve(client, containerd, stock)) {
                 eprintln!("cryopod: a connection of containerd's: {e}");
             }
         }
     }
 
-    fn serve(&self, client: UnixStream, containerd: PeerProcess) -> io::Result<()> {
-        let stock = self.upstream.connect()?;
+    fn serve(
+        &self,
+        client: UnixStream,
+        containerd: PeerProcess,
+        stock: UnixStream,
+    ) -> io::Result<()> {
         let link = Arc::new(ProxyLink {
             tasks: Arc::clone(&self.tasks),
             client: Mutex::new(client.try_clone()?),
@@ -322,6 +371,8 @@ mod tests {
             let stock = UnixListener::bind(&path).unwrap();
             let upstream = Address(path.to_str().unwrap().to_owned());
             let server = ProxyServer {
+                stock: i32::try_from(std::process::id()).ok(),
+                socket: OwnSocket::new(Address(dir.path().join("ours").display().to_string())),
                 tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
                 upstream,
                 open: Arc::default(),
@@ -329,7 +380,8 @@ mod tests {
             let process = Command::new("sleep").arg("600").spawn().unwrap();
             let peer = PeerProcess::with_pid(i32::try_from(process.id()).unwrap());
             let (containerd, client) = UnixStream::pair().unwrap();
-            server.serve(client, peer).unwrap();
+            let to_stock = server.upstream.connect().unwrap();
+            server.serve(client, peer, to_stock).unwrap();
             let (link, _) = stock.accept().unwrap();
             Self {
                 stock,
@@ -470,6 +522,27 @@ mod tests {
         bed.containerd.shutdown(Shutdown::Both).unwrap();
         bed.link.shutdown(Shutdown::Both).unwrap();
         assert!(!bed.asked_within(Duration::from_millis(500)));
+    }
+
+    /// `docker restart` while the old stock shim exits.
+    #[test]
+    fn a_successor_of_the_stock_shim_gets_another_process() {
+        let mut bed = Bed::new();
+        let address = bed.server.socket.address.clone();
+        let listener = address.listen().unwrap().unwrap();
+        bed.server.socket = OwnSocket::new(address.clone());
+        let first = address.connect().unwrap();
+        let _second = address.connect().unwrap();
+        bed.server.stock = Some(1);
+        bed.server.accept(&listener);
+        assert!(!address.path().exists());
+        assert_eq!((&first).read(&mut [0]).unwrap(), 0, "refused");
+        // The file system's clock is coarse.
+        thread::sleep(Duration::from_millis(50));
+        let _successor = address.listen().unwrap().unwrap();
+        bed.server.socket.remove();
+        assert!(address.connect().is_ok());
+        assert!(address.path().exists());
     }
 
     #[test]

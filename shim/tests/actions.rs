@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
@@ -15,6 +16,9 @@ use cryopod_shim::ttrpc::address::Address;
 
 /// Runs the program, and returns what the stock shim got: its low-level runtime, and its standard input.
 fn run(dir: &Path, args: &[&str], low_level: &str, stdin: &[u8]) -> (String, Vec<u8>) {
+    // Starting a program while another thread writes one gives ETXTBSY.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap();
     let stock = dir.join("stock");
     let script = format!(
         "#!/bin/sh\necho \"$CRYOPOD_LOW_LEVEL_RUNTIME\" > {0}/low-level\ncat > {0}/stdin\n",
