@@ -380,6 +380,9 @@ mod tests {
             let process = Command::new("sleep").arg("600").spawn().unwrap();
             let peer = PeerProcess::with_pid(i32::try_from(process.id()).unwrap());
             let (containerd, client) = UnixStream::pair().unwrap();
+            let limit = Some(Duration::from_secs(60));
+            containerd.set_read_timeout(limit).unwrap();
+            containerd.set_write_timeout(limit).unwrap();
             let to_stock = server.upstream.connect().unwrap();
             server.serve(client, peer, to_stock).unwrap();
             let (link, _) = stock.accept().unwrap();
