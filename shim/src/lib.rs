@@ -15,6 +15,7 @@
 //! - [`bootstrap`]: reads what containerd sends to `start`, before and since its version 2.3.
 //! - [`options`]: converts the runtime options of containerd, its CRI and docker to the stock shim's.
 //! - [`ttrpc`]: implements the part of ttrpc that a proxy needs.
+//! - `peer`: identifies containerd's process, and the stock shim's.
 //! - [`record`]: keeps socket addresses in the bundle.
 
 pub mod bootstrap;
@@ -23,6 +24,7 @@ pub mod container;
 pub mod criu;
 pub mod lifecycle;
 pub mod options;
+mod peer;
 pub mod proxy;
 pub mod record;
 pub mod restore;

@@ -3,7 +3,7 @@
 //! Each runs the stock shim with the same arguments, and passes on its answer. `start` puts our own process in front of
 //! the stock shim, which it has started or, for a further container of a pod, found. `delete` cleans up after both.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
@@ -15,11 +15,12 @@ use std::time::Duration;
 use containerd_shim::Flags;
 use containerd_shim::api::{ConnectRequest, ConnectResponse, DeleteRequest, ShutdownRequest};
 use containerd_shim::protos::protobuf::Message;
+use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::bootstrap::StartRequest;
-use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
+use crate::options::{DEFAULT_ROOT, OptionsError};
 use crate::record::Record;
 use crate::ttrpc::address::{Address, Bootstrap};
 use crate::{Error, cleanup, criu, options, proxy, restore, stock, ttrpc::rpc};
@@ -27,8 +28,6 @@ use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
-/// The environment variable that tells cryopod-runtime its low-level runtime.
-const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 /// The stock shim's address in a bundle, as containerd 1.7's writes it.
 const ADDRESS: &str = "address";
 /// Most bytes of standard input that are read, as in the stock shim.
@@ -40,19 +39,33 @@ const SHORT: Duration = Duration::from_secs(1);
 
 /// Prints the stock shim's answer to `-info`.
 pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
-    answer(&stock::run(args, &[], &stdin(true))?)
+    let mut passed = stdin(true);
+    // Nothing means no options, and the stock shim judges what is no `Any`.
+    if !passed.is_empty()
+        && let Ok(given) = Any::parse_from_bytes(&passed)
+    {
+        let encoded = options::decode(Some(&given)).and_then(|o| options::encode(&o));
+        passed = encoded
+            .map_err(wrong_options)?
+            .write_to_bytes()
+            .map_err(|e| Error::Stock(e.to_string()))?;
+    }
+    answer(&stock::run(args, &[], &passed)?)
+}
+
+fn wrong_options(e: OptionsError) -> Error {
+    Error::Stock(e.to_string())
 }
 
 /// Starts a stock shim, and our process in front of it. After an error it ends a stock shim that it started.
 pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     let runtime = stock::runtime()?;
     let request = StartRequest::read(&stdin(false), &flags.id, &flags.namespace);
-    let wrong = |e: options::OptionsError| Error::Stock(e.to_string());
-    let decoded = options::decode(request.options().as_ref()).map_err(wrong)?;
+    let decoded = options::decode(request.options().as_ref()).map_err(wrong_options)?;
     let low_level = low_level(&decoded.binary_name, &runtime);
-    let passed = request.with_options(&options::encode(&decoded).map_err(wrong)?);
+    let passed = request.with_options(&options::encode(&decoded).map_err(wrong_options)?);
     let env = [
-        (LOW_LEVEL, low_level.as_os_str()),
+        (stock::LOW_LEVEL_ENV, low_level.as_os_str()),
         (stock::RUNTIME_ENV, runtime.as_os_str()),
     ];
     let said = stock::run(args, &env, &passed)?;
@@ -123,7 +136,7 @@ fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result
             "serve",
         ])
         .env(stock::RUNTIME_ENV, runtime)
-        .env(LOW_LEVEL, &record.low_level)
+        .env(stock::LOW_LEVEL_ENV, &record.low_level)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -190,10 +203,11 @@ fn settle(pid: u32, cgroup: &str) {
 /// Removes what is left of a container whose shim died or could not start.
 pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCode, Error> {
     let record = Record::read(bundle);
-    let low_level = record.as_ref().map_or(DEFAULT_LOW_LEVEL, |r| &r.low_level);
+    let low_level = record.as_ref().map(|r| OsString::from(&r.low_level));
+    let low_level = low_level.unwrap_or_else(stock::inherited_low_level);
     let runtime = stock::runtime()?;
     let env = [
-        (LOW_LEVEL, OsStr::new(low_level)),
+        (stock::LOW_LEVEL_ENV, low_level.as_os_str()),
         (stock::RUNTIME_ENV, runtime.as_os_str()),
     ];
     if let Some(record) = &record
@@ -293,9 +307,7 @@ fn low_level(named: &str, runtime: &Path) -> OsString {
     if !named.is_empty() && !ours {
         return named.into();
     }
-    std::env::var_os(LOW_LEVEL)
-        .filter(|v| !v.is_empty())
-        .unwrap_or_else(|| DEFAULT_LOW_LEVEL.into())
+    stock::inherited_low_level()
 }
 
 /// Reads standard input, bounded; empty if it is a terminal.

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{FromRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,16 +19,17 @@ use std::time::Duration;
 use cryopod_host::limited::wait_until;
 
 use containerd_shim::protos::protobuf::Message;
-use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
+use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_RESPONSE, MessageHeader};
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::container::HeldCall;
+use crate::peer::{self, PeerProcess};
 use crate::restore::ImageWork;
 use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
-use crate::ttrpc::frame::Frame;
+use crate::ttrpc::frame::{Frame, Oversized};
 use crate::{Error, restore, stock, ttrpc::rpc};
 
 /// The descriptor in which `start` hands over the listening socket.
@@ -57,8 +59,12 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
             source,
         }
     })?;
+    let stock = peer::pid(&watched).ok();
+    let ours = OwnSocket::new(ours);
     let open = Arc::new(AtomicUsize::new(0));
     let server = ProxyServer {
+        stock,
+        socket: ours.clone(),
         tasks: Arc::new(Tasks::new(runtime, upstream.clone(), namespace)),
         upstream,
         open: Arc::clone(&open),
@@ -83,13 +89,46 @@ fn wait_for_end(mut stream: UnixStream) {
     }
 }
 
+/// Our socket, whose path a successor of this process may have taken over.
+#[derive(Clone)]
+struct OwnSocket {
+    address: Address,
+    file: Option<SocketFile>,
+}
+
+/// The device, inode and time of change: an inode may be used again.
+type SocketFile = (u64, u64, i64, i64);
+
+impl OwnSocket {
+    fn new(address: Address) -> Self {
+        let file = Self::file(&address);
+        Self { address, file }
+    }
+
+    fn file(address: &Address) -> Option<SocketFile> {
+        let meta = address.path().symlink_metadata().ok()?;
+        Some((meta.dev(), meta.ino(), meta.ctime(), meta.ctime_nsec()))
+    }
+
+    fn remove(&self) {
+        if Self::file(&self.address) == self.file {
+            self.address.remove();
+        }
+    }
+}
+
 struct ProxyServer {
+    /// The process that began to listen on the stock shim's socket.
+    stock: Option<i32>,
+    socket: OwnSocket,
     upstream: Address,
     tasks: Arc<Tasks>,
     open: Arc<AtomicUsize>,
 }
 
 impl ProxyServer {
+    /// Accepts connections, until the stock shim's socket is a successor's: the same container was started again while its
+    /// stock shim exits, with which this process does. Then `start` finds no socket of ours, and starts another process.
     fn accept(&self, listener: &UnixListener) {
         for client in listener.incoming() {
             // At worst there are too many open files: containerd tries again.
@@ -97,14 +136,26 @@ impl ProxyServer {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            if let Err(e) = self.serve(client) {
+            let containerd = PeerProcess::of(&client);
+            let stock = self.upstream.connect();
+            if let Ok(stock) = &stock
+                && peer::pid(stock).ok() != self.stock
+            {
+                self.socket.remove();
+                return;
+            }
+            if let Err(e) = stock.and_then(|stock| self.serve(client, containerd, stock)) {
                 eprintln!("cryopod: a connection of containerd's: {e}");
             }
         }
     }
 
-    fn serve(&self, client: UnixStream) -> io::Result<()> {
-        let stock = self.upstream.connect()?;
+    fn serve(
+        &self,
+        client: UnixStream,
+        containerd: PeerProcess,
+        stock: UnixStream,
+    ) -> io::Result<()> {
         let link = Arc::new(ProxyLink {
             tasks: Arc::clone(&self.tasks),
             client: Mutex::new(client.try_clone()?),
@@ -127,8 +178,9 @@ impl ProxyServer {
             for (_, watched) in unanswered {
                 back.tasks.lost(&watched);
             }
-            for checkpoint in lock(&back.checkpoints).drain(..) {
-                if checkpoint.images.exists() {
+            let checkpoints: Vec<_> = lock(&back.checkpoints).drain(..).collect();
+            for checkpoint in checkpoints {
+                if restore::are_left(&checkpoint.images, &containerd, checkpoint.succeeded) {
                     back.tasks.abandoned(&checkpoint);
                 }
             }
@@ -162,7 +214,12 @@ fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl ProxyLink {
     fn pump_answers(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
-        while let Some(frame) = Frame::read(from)? {
+        loop {
+            let frame = match Frame::read(from) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(()),
+                Err(e) => refusal(&e.downcast()?)?,
+            };
             let watched = match frame.header.type_ {
                 MESSAGE_TYPE_RESPONSE => lock(&self.watched).remove(&frame.header.stream_id),
                 _ => None,
@@ -170,13 +227,13 @@ impl ProxyLink {
             let response = Response::parse_from_bytes(&frame.body);
             match (watched, response) {
                 (Some(watched), Ok(response)) if rpc::succeeded(&response) => {
-                    self.answer(&frame, &self.tasks.response(watched, response))?;
+                    self.finish(&frame, watched, response)?;
                 }
                 // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.
                 (Some(watched), Ok(response)) => {
                     let (link, unchanged) = (Arc::clone(self), frame.clone());
                     let spawned = spawn("failed call", move || {
-                        let _ = link.answer(&frame, &link.tasks.response(watched, response));
+                        let _ = link.finish(&frame, watched, response);
                     });
                     // Without a connection containerd would delete all containers.
                     if spawned.is_err() {
@@ -186,11 +243,34 @@ impl ProxyLink {
                 _ => frame.write(&mut *lock(&self.client))?,
             }
         }
-        Ok(())
+    }
+
+    /// Sends the response to a watched call.
+    fn finish(&self, to: &Frame, watched: Watched, response: Response) -> io::Result<()> {
+        let checkpoint = watched.checkpoint();
+        let response = self.tasks.response(watched, response);
+        if let Some(checkpoint) = checkpoint
+            && rpc::succeeded(&response)
+        {
+            let mut all = lock(&self.checkpoints);
+            for known in all.iter_mut().filter(|c| c.images == checkpoint.images) {
+                known.succeeded = true;
+            }
+        }
+        self.answer(to, &response)
     }
 
     fn pump_requests(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
-        while let Some(mut frame) = Frame::read(from)? {
+        loop {
+            let mut frame = match Frame::read(from) {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(()),
+                // The stock shim would refuse it and go on. Without a connection containerd would delete all containers.
+                Err(e) => {
+                    refusal(&e.downcast()?)?.write(&mut *lock(&self.client))?;
+                    continue;
+                }
+            };
             if frame.is_request() {
                 let (fate, watched) = match Request::parse_from_bytes(&frame.body) {
                     Ok(request) => self.tasks.request(&request),
@@ -223,19 +303,27 @@ impl ProxyLink {
             }
             frame.write(&mut *lock(&self.stock))?;
         }
-        Ok(())
     }
 
     fn answer(&self, to: &Frame, response: &Response) -> io::Result<()> {
-        let mut header = to.header;
-        header.type_ = MESSAGE_TYPE_RESPONSE;
-        header.flags = 0;
-        let body = response
-            .write_to_bytes()
-            .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
-            .map_err(io::Error::other)?;
-        Frame { header, body }.write(&mut *lock(&self.client))
+        answer_frame(to.header, response)?.write(&mut *lock(&self.client))
     }
+}
+
+fn answer_frame(mut header: MessageHeader, response: &Response) -> io::Result<Frame> {
+    header.type_ = MESSAGE_TYPE_RESPONSE;
+    header.flags = 0;
+    let body = response
+        .write_to_bytes()
+        .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
+        .map_err(io::Error::other)?;
+    Ok(Frame { header, body })
+}
+
+/// Returns ttrpc's own answer to a message that is too long; its client takes a response that is too long for the same.
+fn refusal(oversized: &Oversized) -> io::Result<Frame> {
+    let failure = rpc::failure(Code::RESOURCE_EXHAUSTED, oversized.to_string());
+    answer_frame(oversized.header, &failure)
 }
 
 struct HeldFrame {
@@ -258,32 +346,58 @@ mod tests {
     use super::*;
     use containerd_shim::api::{CheckpointTaskRequest, CreateTaskRequest, ResumeRequest};
     use containerd_shim::protos::protobuf::MessageDyn;
-    use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_REQUEST, MessageHeader};
+    use containerd_shim::protos::ttrpc::proto::{MESSAGE_LENGTH_MAX, MESSAGE_TYPE_REQUEST};
+    use std::fs;
+    use std::os::unix::fs::DirBuilderExt;
+    use std::path::{Path, PathBuf};
+    use std::process::{Child, Command};
 
-    /// A shim that exits meanwhile would cut the judgement off.
-    #[test]
-    fn an_abandoned_checkpoint_is_judged_before_the_exit() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("stock");
-        let stock = UnixListener::bind(&path).unwrap();
-        let upstream = Address(path.to_str().unwrap().to_owned());
-        let server = ProxyServer {
-            tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
-            upstream,
-            open: Arc::default(),
-        };
-        let (mut containerd, client) = UnixStream::pair().unwrap();
-        server.serve(client).unwrap();
-        let (mut link, _) = stock.accept().unwrap();
-        let mut create = CreateTaskRequest::new();
-        create.id = "c1".into();
-        create.bundle = dir.path().to_str().unwrap().to_owned();
-        let mut checkpoint = CheckpointTaskRequest::new();
-        checkpoint.id = "c1".into();
-        checkpoint.path.clone_from(&create.bundle);
-        let calls: [(&str, &dyn MessageDyn); 2] =
-            [("Create", &create), ("Checkpoint", &checkpoint)];
-        for (stream, (method, message)) in (1..).step_by(2).zip(calls) {
+    /// A stock shim that does not answer, our server in front of it, and a connection of containerd's to that.
+    struct Bed {
+        stock: UnixListener,
+        server: ProxyServer,
+        containerd: UnixStream,
+        /// Our end of the connection to the stock shim.
+        link: UnixStream,
+        /// The process that counts as containerd.
+        process: Child,
+        dir: tempfile::TempDir,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("stock");
+            let stock = UnixListener::bind(&path).unwrap();
+            let upstream = Address(path.to_str().unwrap().to_owned());
+            let server = ProxyServer {
+                stock: i32::try_from(std::process::id()).ok(),
+                socket: OwnSocket::new(Address(dir.path().join("ours").display().to_string())),
+                tasks: Arc::new(Tasks::new(None, upstream.clone(), "default")),
+                upstream,
+                open: Arc::default(),
+            };
+            let process = Command::new("sleep").arg("600").spawn().unwrap();
+            let peer = PeerProcess::with_pid(i32::try_from(process.id()).unwrap());
+            let (containerd, client) = UnixStream::pair().unwrap();
+            let limit = Some(Duration::from_secs(60));
+            containerd.set_read_timeout(limit).unwrap();
+            containerd.set_write_timeout(limit).unwrap();
+            let to_stock = server.upstream.connect().unwrap();
+            server.serve(client, peer, to_stock).unwrap();
+            let (link, _) = stock.accept().unwrap();
+            Self {
+                stock,
+                server,
+                containerd,
+                link,
+                process,
+                dir,
+            }
+        }
+
+        /// Makes a call of containerd's, which the stock shim gets.
+        fn call(&mut self, stream: u32, method: &str, message: &dyn MessageDyn) {
             let mut request = Request::new();
             request.service = "containerd.task.v2.Task".into();
             request.method = method.into();
@@ -294,14 +408,178 @@ mod tests {
                 ..MessageHeader::default()
             };
             let body = request.write_to_bytes().unwrap();
-            Frame { header, body }.write(&mut containerd).unwrap();
-            Frame::read(&mut link).unwrap().unwrap();
+            let frame = Frame { header, body };
+            frame.write(&mut self.containerd).unwrap();
+            let got = Frame::read(&mut self.link).unwrap().unwrap();
+            assert_eq!(got.header.stream_id, stream);
         }
-        drop((link, containerd));
+
+        fn create_and_checkpoint(&mut self, images: &Path) {
+            let mut create = CreateTaskRequest::new();
+            create.id = "c1".into();
+            create.bundle = self.dir.path().to_str().unwrap().to_owned();
+            self.call(1, "Create", &create);
+            let mut checkpoint = CheckpointTaskRequest::new();
+            checkpoint.id = "c1".into();
+            checkpoint.path = images.to_str().unwrap().to_owned();
+            self.call(3, "Checkpoint", &checkpoint);
+        }
+
+        /// The stock shim answers with a success, which containerd gets.
+        fn succeed(&mut self, stream: u32) {
+            let header = MessageHeader {
+                stream_id: stream,
+                ..MessageHeader::default()
+            };
+            let answer = answer_frame(header, &rpc::failure(Code::OK, "")).unwrap();
+            answer.write(&mut self.link).unwrap();
+            let got = Frame::read(&mut self.containerd).unwrap().unwrap();
+            assert_eq!(got.header.stream_id, stream);
+        }
+
+        fn asked_within(&self, limit: Duration) -> bool {
+            self.stock.set_nonblocking(true).unwrap();
+            wait_until(limit, Duration::from_millis(10), || {
+                self.stock.accept().is_ok()
+            })
+        }
+    }
+
+    impl Drop for Bed {
+        fn drop(&mut self) {
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+
+    /// An image directory of containerd's.
+    struct Images(PathBuf);
+
+    impl Images {
+        fn new(number: u32) -> Self {
+            let name = format!("ctrd-checkpoint{}{number}", std::process::id());
+            let path = restore::temporary().join(name);
+            fs::DirBuilder::new().mode(0o700).create(&path).unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Images {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A shim that exits meanwhile would cut the judgement off.
+    #[test]
+    fn an_abandoned_checkpoint_is_judged_before_the_exit() {
+        let images = Images::new(2);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.process.kill().unwrap();
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
         // It asks whether the container lives.
-        let _question = stock.accept().unwrap();
-        assert_eq!(server.open.load(Ordering::Acquire), 0);
+        bed.stock.accept().unwrap();
+        assert_eq!(bed.server.open.load(Ordering::Acquire), 0);
         assert!(restore::has_image_work());
+    }
+
+    /// docker deletes a container as soon as it has ended: containerd then closes the connection, and packs on.
+    #[test]
+    fn a_checkpoint_is_not_judged_while_containerd_lives() {
+        let images = Images::new(3);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.succeed(3);
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+        assert!(restore::has_image_work());
+        bed.process.kill().unwrap();
+        assert!(bed.asked_within(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn a_checkpoint_that_containerd_has_packed_is_not_judged() {
+        let images = Images::new(4);
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(&images.0);
+        bed.succeed(3);
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        drop(images);
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+        bed.process.kill().unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+    }
+
+    /// `ctr tasks checkpoint --image-path`.
+    #[test]
+    fn a_directory_of_the_users_is_not_judged() {
+        let images = tempfile::tempdir().unwrap();
+        let mut bed = Bed::new();
+        bed.create_and_checkpoint(images.path());
+        bed.succeed(3);
+        bed.process.kill().unwrap();
+        bed.containerd.shutdown(Shutdown::Both).unwrap();
+        bed.link.shutdown(Shutdown::Both).unwrap();
+        assert!(!bed.asked_within(Duration::from_millis(500)));
+    }
+
+    /// `docker restart` while the old stock shim exits.
+    #[test]
+    fn a_successor_of_the_stock_shim_gets_another_process() {
+        let mut bed = Bed::new();
+        let address = bed.server.socket.address.clone();
+        let listener = address.listen().unwrap().unwrap();
+        bed.server.socket = OwnSocket::new(address.clone());
+        let first = address.connect().unwrap();
+        let _second = address.connect().unwrap();
+        bed.server.stock = Some(1);
+        bed.server.accept(&listener);
+        assert!(!address.path().exists());
+        assert_eq!((&first).read(&mut [0]).unwrap(), 0, "refused");
+        // The file system's clock is coarse.
+        thread::sleep(Duration::from_millis(50));
+        let _successor = address.listen().unwrap().unwrap();
+        bed.server.socket.remove();
+        assert!(address.connect().is_ok());
+        assert!(address.path().exists());
+    }
+
+    #[test]
+    fn a_message_that_is_too_long_is_refused_and_the_connection_goes_on() {
+        let mut bed = Bed::new();
+        let too_long = |stream: u32, type_: u8| Frame {
+            header: MessageHeader {
+                stream_id: stream,
+                type_,
+                ..MessageHeader::default()
+            },
+            body: vec![0; MESSAGE_LENGTH_MAX + 1],
+        };
+        let refused = |answer: Frame| {
+            assert_eq!(answer.header.type_, MESSAGE_TYPE_RESPONSE);
+            let response = Response::parse_from_bytes(&answer.body).unwrap();
+            assert_eq!(response.status().code(), Code::RESOURCE_EXHAUSTED);
+            assert_eq!(
+                response.status().message(),
+                "message length 4194305 exceed maximum message size of 4194304"
+            );
+            answer.header.stream_id
+        };
+        let request = too_long(1, MESSAGE_TYPE_REQUEST);
+        request.write(&mut bed.containerd).unwrap();
+        let answer = Frame::read(&mut bed.containerd).unwrap().unwrap();
+        assert_eq!(refused(answer), 1);
+        bed.call(3, "Connect", &ResumeRequest::new());
+        let response = too_long(3, MESSAGE_TYPE_RESPONSE);
+        response.write(&mut bed.link).unwrap();
+        let answer = Frame::read(&mut bed.containerd).unwrap().unwrap();
+        assert_eq!(refused(answer), 3);
+        bed.call(5, "Connect", &ResumeRequest::new());
+        bed.succeed(5);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::ttrpc::address::Address;
 
 /// In the bundle.
 pub const FILE: &str = "cryopod-shim.json";
+const PARTIAL: &str = ".cryopod-shim.json";
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
@@ -24,9 +25,11 @@ pub struct Record {
 }
 
 impl Record {
-    /// Writes the record into a bundle.
+    /// Writes the record into a bundle. A write that fails leaves an earlier record as it was.
     pub fn write(&self, bundle: &Path) -> io::Result<()> {
-        fs::write(bundle.join(FILE), serde_json::to_vec(self)?)
+        let partial = bundle.join(PARTIAL);
+        fs::write(&partial, serde_json::to_vec(self)?)?;
+        fs::rename(partial, bundle.join(FILE))
     }
 
     /// Reads the record; `None` if there is no usable one.

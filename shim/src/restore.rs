@@ -10,16 +10,16 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use cryopod_host::containerd::is_image_directory;
-use cryopod_host::limited::wait_until;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
 use holder::NamespaceHolder;
 
+use crate::peer::PeerProcess;
 use crate::threads;
 
 /// Our directory in a bundle, for the network namespace.
@@ -35,6 +35,10 @@ const PAUSE: Duration = Duration::from_millis(200);
 const WORK_LIMIT: Duration = Duration::from_secs(660);
 /// How much [`ImageWork`] there is.
 static WORK: AtomicUsize = AtomicUsize::new(0);
+/// How many checkpoints containerd packs after the end of their connection.
+static PACKING: AtomicUsize = AtomicUsize::new(0);
+/// Time for containerd to remove a failed checkpoint's images. A killed CRIU that still writes may keep it from that.
+const REMOVAL: Duration = Duration::from_secs(60);
 
 /// Work on images, done when this is dropped. With this process it would end: [`wait_for_image_work`].
 pub struct ImageWork(());
@@ -165,7 +169,46 @@ impl Drop for Restoring {
 
 /// Waits until no thread works on images any more.
 pub fn wait_for_image_work() {
-    wait_until(WORK_LIMIT, PAUSE, || !has_image_work());
+    let mut since = Instant::now();
+    while has_image_work() && since.elapsed() < WORK_LIMIT {
+        // containerd takes as long as it needs.
+        if PACKING.load(Ordering::Acquire) != 0 {
+            since = Instant::now();
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+/// Waits while containerd, a living process, has use for a checkpoint's images: it packs those of a success however long
+/// that takes, and removes those of a failure. It closes the connection of a container that ended before it has done so.
+/// Returns true if it has left them.
+pub fn are_left(images: &Path, containerd: &PeerProcess, succeeded: bool) -> bool {
+    let start = Instant::now();
+    let _packing = succeeded.then(Packing::begin);
+    loop {
+        if !images.exists() {
+            return false;
+        }
+        if containerd.ends_within(PAUSE) || !succeeded && start.elapsed() >= REMOVAL {
+            // The images may have gone just before the process.
+            return images.exists();
+        }
+    }
+}
+
+struct Packing(());
+
+impl Packing {
+    fn begin() -> Self {
+        PACKING.fetch_add(1, Ordering::AcqRel);
+        Self(())
+    }
+}
+
+impl Drop for Packing {
+    fn drop(&mut self) {
+        PACKING.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 pub fn has_image_work() -> bool {
@@ -174,7 +217,7 @@ pub fn has_image_work() -> bool {
 
 /// Removes the images of a checkpoint that containerd no longer packs. A killed CRIU may still be writing into them.
 pub fn discard(images: &Path) {
-    if !unpacked(images, &temporary()) {
+    if !is_containerds(images) {
         return;
     }
     for _ in 0..TRIES {
@@ -192,6 +235,11 @@ pub fn temporary() -> PathBuf {
     named("XDG_RUNTIME_DIR")
         .or_else(|| named("TMPDIR"))
         .map_or_else(|| "/tmp".into(), PathBuf::from)
+}
+
+/// Returns true only if this is containerd's own directory for one checkpoint, or its own copy for one restore.
+pub fn is_containerds(images: &Path) -> bool {
+    unpacked(images, &temporary())
 }
 
 /// Returns true only if this is containerd's own copy for one restore, which containerd never removes, or its directory

@@ -10,11 +10,14 @@ use std::time::Duration;
 use cryopod_host::limited;
 
 use crate::Error;
+use crate::options::DEFAULT_LOW_LEVEL;
 
 /// The stock shim's path, if it is not on PATH.
 pub const ENV: &str = "CRYOPOD_STOCK_SHIM";
 /// cryopod-runtime's path, if it is not on PATH.
 pub const RUNTIME_ENV: &str = "CRYOPOD_RUNTIME";
+/// The environment variable that tells cryopod-runtime its low-level runtime.
+pub const LOW_LEVEL_ENV: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 const NAME: &str = "containerd-shim-runc-v2";
 const RUNTIME: &str = "cryopod-runtime";
 
@@ -26,6 +29,13 @@ pub fn shim() -> Result<PathBuf, Error> {
 /// Finds cryopod-runtime.
 pub fn runtime() -> Result<PathBuf, Error> {
     find(RUNTIME_ENV, RUNTIME).ok_or(Error::NoRuntime)
+}
+
+/// Returns the low-level runtime in the environment; else runc, as with the stock shim.
+pub fn inherited_low_level() -> OsString {
+    std::env::var_os(LOW_LEVEL_ENV)
+        .filter(|v| !v.is_empty())
+        .unwrap_or_else(|| DEFAULT_LOW_LEVEL.into())
 }
 
 /// Searches the environment variable, then this program's directory, then PATH.

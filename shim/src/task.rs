@@ -23,10 +23,11 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
+use crate::record::{self, Record};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, done, ended, reason};
-use crate::{criu, options, ttrpc::rpc};
+use crate::{criu, options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
 use cryopod_host::cgroups::Cgroups;
@@ -86,16 +87,22 @@ pub struct Watched {
 pub struct PackedCheckpoint {
     id: String,
     pub images: PathBuf,
+    /// containerd was told of a success, and packs the images.
+    pub succeeded: bool,
 }
 
 impl Watched {
-    /// Returns the checkpoint that this call asks for, if it is one.
+    /// Returns the checkpoint that this call asks for, if containerd packs its images. Those in a directory that the user
+    /// names (`ctr tasks checkpoint --image-path`) stay there.
     pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
         match &self.call {
-            TaskCall::Checkpoint(images) => Some(PackedCheckpoint {
-                id: self.id.clone(),
-                images: images.path.clone(),
-            }),
+            TaskCall::Checkpoint(images) if restore::is_containerds(&images.path) => {
+                Some(PackedCheckpoint {
+                    id: self.id.clone(),
+                    images: images.path.clone(),
+                    succeeded: false,
+                })
+            }
             _ => None,
         }
     }
@@ -150,6 +157,8 @@ pub struct Tasks {
     upstream: Address,
     /// containerd's namespace. A shim has containers of only one; containerd 1.7 does not state it in its calls.
     namespace: String,
+    /// The one with which the stock shim was started. `start` passes it to this process too.
+    low_level: String,
     /// This program's standard error leads nowhere.
     log: PathBuf,
     containers: Mutex<HashMap<String, KnownContainer>>,
@@ -163,6 +172,7 @@ impl Tasks {
             runtime,
             upstream,
             namespace: namespace.into(),
+            low_level: stock::inherited_low_level().to_string_lossy().into_owned(),
             log: names::DETACHED_LOG.into(),
             containers: Mutex::default(),
         }
@@ -241,7 +251,7 @@ impl Tasks {
         response
     }
 
-    /// Removes the images of a checkpoint whose connection has ended: containerd is gone, and packs them no more.
+    /// Removes the images of a checkpoint that containerd packs no more, unless they may be all that is left.
     pub fn abandoned(&self, checkpoint: &PackedCheckpoint) {
         // It answers when the checkpoint has succeeded or failed.
         let lives = self.state(&checkpoint.id).is_some_and(|s| is_started(&s));
@@ -480,6 +490,17 @@ impl Tasks {
             criu: criu::directories(&bundle, &options.criu_work_path),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
+        // Since 2.0 containerd does not call `start`, which writes this too, for a further container of a pod.
+        let record = Record {
+            upstream: self.upstream.clone(),
+            address: Address::for_upstream(&self.upstream),
+            low_level: self.low_level.clone(),
+            root: Some(options.root.clone()).filter(|r| !r.is_empty()),
+        };
+        record.write(&bundle).map_err(|e| {
+            let file = bundle.join(record::FILE);
+            format!("{}: cannot be written: {e}", file.display())
+        })?;
         let named = !options.criu_image_path.is_empty();
         // Other engines connect networks with hooks, or have a namespace ready.
         let mounted = create.rootfs.is_empty();
@@ -653,7 +674,7 @@ fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
         false => format!("the only checkpoint of {id}, which has ended"),
     };
     let said = format!(
-        "cryopod: {images}: {what}: containerd died before it packed it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
+        "cryopod: {images}: {what}: containerd did not pack it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
     );
     let mut options = File::options();
     let options = options.append(true).create(true).mode(0o600);

@@ -76,6 +76,36 @@ fn create_gets_our_runtime_and_keeps_the_rest() {
     }
 }
 
+/// containerd 2 calls `start` only for the first container of a pod.
+#[test]
+fn create_writes_the_record() {
+    let bundle = tempfile::tempdir().unwrap();
+    let mut create = create(bundle.path());
+    let mut named = options::decode(None).unwrap();
+    named.binary_name = "crun".into();
+    named.root = "/other".into();
+    create.options = MessageField::some(options::encode(&named).unwrap());
+    let mut tasks = tasks();
+    tasks.low_level = "crun".into();
+    let request = made("Create", create.write_to_bytes().unwrap());
+    assert!(matches!(tasks.request(&request).0, Fate::Changed(_)));
+    let upstream = Address("/none".into());
+    let want = Record {
+        address: Address::for_upstream(&upstream),
+        upstream,
+        low_level: "crun".into(),
+        root: Some("/other".into()),
+    };
+    assert_eq!(Record::read(bundle.path()), Some(want));
+    create.bundle = bundle.path().join("none").to_str().unwrap().into();
+    let request = made("Create", create.write_to_bytes().unwrap());
+    let Fate::Answered(refused) = tasks.request(&request).0 else {
+        panic!("without a record `delete` could not clean up");
+    };
+    let said = refused.status.message();
+    assert!(said.contains("none/cryopod-shim.json"), "{said}");
+}
+
 #[test]
 fn everything_else_passes() {
     let tasks = tasks();
@@ -227,6 +257,7 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
         tasks.abandoned(&PackedCheckpoint {
             id: "c1".into(),
             images: images.clone(),
+            succeeded: true,
         });
         assert_eq!(images.join(names::ONLY_COPY).exists(), kept);
         assert_eq!(images.exists(), kept);
@@ -260,6 +291,7 @@ fn a_container_whose_criu_hangs_is_not_said_to_have_ended() {
     let checkpoint = PackedCheckpoint {
         id: "c1".into(),
         images: dir.path().into(),
+        succeeded: true,
     };
     let log = dir.path().join("log");
     let said = |hangs| {

@@ -13,14 +13,25 @@ pub struct Frame {
     pub body: Vec<u8>,
 }
 
+/// A message beyond ttrpc's limit, whose body is not kept. Peers with ttrpc before 1.2.6 send it. The error reads as the
+/// stock server's.
+#[derive(Debug, PartialEq, thiserror::Error)]
+#[error(
+    "message length {} exceed maximum message size of {MESSAGE_LENGTH_MAX}",
+    header.length
+)]
+pub struct Oversized {
+    pub header: MessageHeader,
+}
+
 impl Frame {
     /// Returns true for a request, false for a response or data.
     pub fn is_request(&self) -> bool {
         self.header.type_ == MESSAGE_TYPE_REQUEST
     }
 
-    /// Reads a frame; `None` at the end of the stream. Fails if the peer closes in the middle of a frame, or states a
-    /// length that ttrpc does not allow.
+    /// Reads a frame; `None` at the end of the stream. Fails if the peer closes in the middle of a frame; with an
+    /// [`Oversized`], after which the next frame can be read, if the frame is longer than ttrpc allows.
     pub fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut head = [0u8; MESSAGE_HEADER_LENGTH];
         let mut got = 0;
@@ -36,12 +47,12 @@ impl Frame {
         let header = MessageHeader::from(&head[..]);
         let length = header.length as usize;
         if length > MESSAGE_LENGTH_MAX {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!(
-                    "a ttrpc message of {length} bytes; at most {MESSAGE_LENGTH_MAX} are allowed"
-                ),
-            ));
+            let left = u64::from(header.length);
+            if io::copy(&mut from.by_ref().take(left), &mut io::sink())? != left {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let oversized = Oversized { header };
+            return Err(io::Error::new(io::ErrorKind::InvalidData, oversized));
         }
         let mut body = vec![0; length];
         from.read_exact(&mut body)?;
@@ -79,9 +90,25 @@ mod tests {
     }
 
     #[test]
-    fn a_length_beyond_the_protocol_is_refused_unread() {
-        let bytes = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 1, 1, 0];
-        let e = Frame::read(&mut &bytes[..]).unwrap_err();
-        assert!(e.to_string().contains("4294967295"), "{e}");
+    fn a_message_beyond_the_limit_is_read_away() {
+        let mut bytes = vec![0, 0x40, 0, 1, 0, 0, 0, 1, 1, 0];
+        bytes.resize(bytes.len() + MESSAGE_LENGTH_MAX + 1, 0);
+        assert_eq!(oversized(&bytes[..bytes.len() - 1]), None);
+        bytes.extend([0, 0, 0, 1, 0, 0, 0, 3, 1, 0, b'x']);
+        let mut from = &bytes[..];
+        let e = Frame::read(&mut from).unwrap_err();
+        assert_eq!(
+            e.to_string(),
+            "message length 4194305 exceed maximum message size of 4194304"
+        );
+        assert_eq!(e.downcast::<Oversized>().unwrap().header.stream_id, 1);
+        assert_eq!(Frame::read(&mut from).unwrap().unwrap().body, b"x");
+        // It is not allocated either.
+        let longest = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 1, 1, 0];
+        assert_eq!(oversized(&longest), None);
+    }
+
+    fn oversized(mut bytes: &[u8]) -> Option<Oversized> {
+        Frame::read(&mut bytes).unwrap_err().downcast().ok()
     }
 }

@@ -61,10 +61,16 @@ check 'a refusal: it runs' is job RUNNING
 check 'a refusal: the sum goes on' goes_on job
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 if ! ctr --version | grep -q ' v\?1\.'; then
+    mkdir -m 700 /srv/mine
+    pausing ctr tasks checkpoint --image-path /srv/mine job || { cat /tmp/pausing.said && exit 1; }
+    check 'checkpoint --image-path: it is there' test -e /srv/mine/inventory.img
     pausing ctr tasks checkpoint --exit job > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
     check 'checkpoint --exit: it ends' wait_for is job STOPPED
     ctr tasks delete job > /dev/null 2>&1 || true
     ctr containers rm job
+    check 'checkpoint --image-path: the shim goes' wait_for no_shims
+    check 'checkpoint --image-path: the directory is not taken for an abandoned one' test ! -e /srv/mine/.cryopod-only-copy
+    check 'checkpoint --image-path: nothing is logged' test ! -e /var/log/cryopod-on-stop.log
 else
     # ctr 1.7 sends that option to runtimes of containerd's own name alone; containerd 1.7 takes it for all.
     /src/tests/testbed/grpc.sh /run/containerd/containerd.sock containerd.services.tasks.v1.Tasks/Checkpoint \

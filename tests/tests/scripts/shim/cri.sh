@@ -43,6 +43,11 @@ cri StartContainer "[[1,\"$side\"]]"
 wait_for at_tick job 30
 check 'two containers in a pod: one shim of each kind' test "$(shims | wc -l)" = 2
 check 'two containers in a pod: one of ours' test "$(shims | grep -c shim-cryopod)" = 1
+recorded() { # the containers and the pod itself. `delete` needs it; containerd 2 calls `start` for the pod alone
+    local records=(/run/containerd/io.containerd.runtime.v2.task/k8s.io/*/cryopod-shim.json)
+    [ ${#records[@]} = 3 ] && [ "$(jq -r .address "${records[@]}" | sort -u | wc -l)" = 1 ]
+}
+check 'two containers in a pod: a record in each bundle' recorded
 before=$(sum job)
 cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"echo mine > /made\"]]" > /dev/null
 cri UpdateContainerResources "[[1,\"$job\"],[2,[[4,1073741824]]]]"
