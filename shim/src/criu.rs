@@ -1,4 +1,4 @@
-//! Ends the CRIU of a container that is given up.
+//! Ends the CRIU of a container that is given up, and tells whether one has written all images.
 //!
 //! A killed runtime leaves its CRIU behind. Most exit by themselves at the next request that nobody answers. One case
 //! hangs forever: something kills the restored processes while CRIU traces them. CRIU waits for the init of the PID
@@ -6,10 +6,12 @@
 //! every thread that it traces (`zap_pid_ns_processes` in the kernel).
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
+use cryopod_archive::format::names;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -76,6 +78,37 @@ fn has_open(pid: i32, directories: &[PathBuf]) -> bool {
     open.into_iter().flatten().flatten().any(|fd| {
         fs::read_link(fd.path()).is_ok_and(|file| directories.iter().any(|f| file.starts_with(f)))
     })
+}
+
+/// Where a checkpoint's images go, and what was there before.
+#[derive(Debug)]
+pub struct WrittenImages {
+    pub path: PathBuf,
+    earlier: Option<Inventory>,
+}
+
+/// A file of CRIU's, by inode and time: it writes this one last.
+type Inventory = (u64, SystemTime);
+
+impl WrittenImages {
+    pub fn new(path: PathBuf) -> Self {
+        let earlier = Self::inventory(&path);
+        Self { path, earlier }
+    }
+
+    fn inventory(path: &Path) -> Option<Inventory> {
+        let meta = path.join(names::CRIU_INVENTORY).metadata().ok()?;
+        Some((meta.ino(), meta.modified().ok()?))
+    }
+
+    /// Whether all of them are written. With GPUs the metadata is the last.
+    pub fn are_complete(&self) -> bool {
+        let now = Self::inventory(&self.path);
+        let has = |name: &str| self.path.join(name).exists();
+        now.is_some()
+            && now != self.earlier
+            && (has(names::METADATA) || !(has(names::NVIDIA_IMAGE) || has(names::VRAM_INDEX)))
+    }
 }
 
 #[cfg(test)]

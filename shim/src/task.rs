@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
@@ -22,12 +22,13 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response};
 
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
+use crate::criu::{self, WrittenImages};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::{self, Record};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, done, ended, reason};
-use crate::{criu, options, stock, ttrpc::rpc};
+use crate::{options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
 use cryopod_host::cgroups::Cgroups;
@@ -118,37 +119,6 @@ enum TaskCall {
     Delete,
     /// The request, for a second try.
     Resume(Vec<u8>),
-}
-
-/// Where a checkpoint's images go, and what was there before.
-#[derive(Debug)]
-struct WrittenImages {
-    path: PathBuf,
-    earlier: Option<Inventory>,
-}
-
-/// A file of CRIU's, by inode and time: it writes this one last.
-type Inventory = (u64, SystemTime);
-
-impl WrittenImages {
-    fn new(path: PathBuf) -> Self {
-        let earlier = Self::inventory(&path);
-        Self { path, earlier }
-    }
-
-    fn inventory(path: &Path) -> Option<Inventory> {
-        let meta = path.join(names::CRIU_INVENTORY).metadata().ok()?;
-        Some((meta.ino(), meta.modified().ok()?))
-    }
-
-    /// Whether all of them are written. With GPUs the metadata is the last.
-    fn are_complete(&self) -> bool {
-        let now = Self::inventory(&self.path);
-        let has = |name: &str| self.path.join(name).exists();
-        now.is_some()
-            && now != self.earlier
-            && (has(names::METADATA) || !(has(names::NVIDIA_IMAGE) || has(names::VRAM_INDEX)))
-    }
 }
 
 pub struct Tasks {

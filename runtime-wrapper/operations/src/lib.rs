@@ -28,7 +28,6 @@ mod restore;
 pub mod rootfs;
 pub mod run;
 mod security;
-mod tar_end;
 pub mod vram;
 
 use std::ffi::OsString;

@@ -9,3 +9,4 @@ pub mod lsm;
 pub mod mount_limits;
 pub mod openable;
 pub mod privileges;
+pub mod tar_end;

@@ -12,7 +12,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use tar::{EntryType, Header};
 
-use crate::tar_end::{GzipMembers, cut_off, drain};
+use crate::security::tar_end::{GzipMembers, cut_off, drain};
 
 const BLOCK: usize = 512;
 const MAX_EXTENSION: u64 = 1 << 20;

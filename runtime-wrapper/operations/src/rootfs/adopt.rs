@@ -19,7 +19,7 @@ use super::left_out::LeftOut;
 use super::{CAPABILITY, FILE, SHM_FILE};
 use crate::config::rootfs::RootfsOptions;
 use crate::error::Error;
-use crate::tar_end::EndCheck;
+use crate::security::tar_end::EndCheck;
 
 /// Key of an extended attribute among the PAX records.
 const ATTRIBUTE: &[u8] = b"SCHILY.xattr.";

@@ -14,7 +14,7 @@ use tar::{Archive, EntryType, Header, PaxExtensions};
 
 use super::{CAPABILITY, LITERAL};
 use crate::config::rootfs::RootfsOptions;
-use crate::tar_end::EndCheck;
+use crate::security::tar_end::EndCheck;
 
 /// Longest name in bytes, as the kernel takes it.
 const MAX_NAME: u64 = 4096;

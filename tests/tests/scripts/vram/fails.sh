@@ -21,14 +21,11 @@ for at in open map write empty written; do
 done
 
 start --mib 100
-sizes=()
-for at in none back back-map; do
+for at in back back-map; do
     rm -rf /img/*
-    dump "{\"vram\": {\"required\": true, \"test_fail_at\": \"$at\", \"codec\": \"zstd\", \"level\": 12}, \"leave_running\": true}" --leave-running
+    dump "{\"vram\": {\"required\": true, \"test_fail_at\": \"$at\"}, \"leave_running\": true}" --leave-running
     check "$at: it goes on all the same" goes_on
-    sizes+=("$(cat /img/vram-0*.img | wc -c)")
 done
-check "what is copied back is not taken from the writer: ${sizes[*]} bytes" test $((sizes[2] * 10)) -ge $((sizes[0] * 9))
 stop
 
 start --mib 100

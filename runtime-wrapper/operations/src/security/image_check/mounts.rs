@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::{CheckedImages, Subject, is_clean, opened};
 use crate::security::ceiling::CredentialsCeiling;
 use crate::security::privileges::{PrivilegesError, top};
-use crate::tar_end::{EndCheck, GzipMembers};
+use crate::security::tar_end::{EndCheck, GzipMembers};
 
 pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
@@ -290,7 +290,11 @@ mod tests {
         assert!(!leads("shm"));
         assert!(!leads("ptsx"));
         // tar's last record is filled with zeros.
-        std::fs::write(&path, [&std::fs::read(&path).unwrap()[..], &[0; 9000]].concat()).unwrap();
+        std::fs::write(
+            &path,
+            [&std::fs::read(&path).unwrap()[..], &[0; 9000]].concat(),
+        )
+        .unwrap();
         assert!(!leads("shm"));
         // Two members; gzip's checksum of the last one; nothing.
         let whole = std::fs::read(&path).unwrap();
