@@ -1,7 +1,7 @@
 //! The CRIU plugin with real CRIU and the simulated driver, without a container engine: the directory of an
 //! operation is written by hand, so that every corner can be reached.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use cryopod_tests::bed::{Bed, Cgroup, bin_dir, test_hooks, workspace};

@@ -17,10 +17,14 @@ check 'nothing is in use, the container is there, and nothing of cryopod' none
 check 'twice: refused' refused 'it is suspended already, since .*; its GPU memory is in host memory; .cryopod resume job' cryopod suspend job
 check 'a checkpoint is refused, with the remedy' refused 'it is suspended since .*resume it first: cryopod resume' cryopod-runtime checkpoint --image-path /tmp/no "$id"
 init=$(pod inspect -f '{{.State.Pid}}' job)
-check 'two at a time: refused' refused 'a checkpoint, suspend or resume of it is under way' flock "/proc/$init" cryopod resume job
-check 'a checkpoint meanwhile: refused' refused 'a checkpoint, suspend or resume of it is under way' flock "/proc/$init" cryopod-runtime checkpoint --image-path /tmp/no "$id"
+check 'two at a time: refused' refused 'a checkpoint, suspend or resume of it is under way' flock -o "/proc/$init/environ" cryopod resume job
+check 'a checkpoint meanwhile: refused' refused 'a checkpoint, suspend or resume of it is under way' flock -o "/proc/$init/environ" cryopod-runtime checkpoint --image-path /tmp/no "$id"
+setpriv --reuid 65534 --regid 65534 --clear-groups flock "/proc/$init" sleep 100 &
+stranger=$!
+wait_for sh -c "! flock --nonblock /proc/$init true"
 check 'resume, by a part of the id' does cryopod resume "${id:0:12}"
-check 'it goes on' goes_on
+kill $stranger
+check 'it goes on, whatever another user has locked' goes_on
 check 'on both GPUs' used 'all(. > 100000000)'
 check 'the same sums' test "$(printed job | awk '{print $2, $5}' | sort -u)" = "$last"
 check 'resume, and it is not suspended: refused' refused 'none of its processes is suspended' cryopod resume job
