@@ -394,10 +394,13 @@ mod tests {
             offset: 0,
             bytes: 1,
         };
-        std::thread::spawn(move || {
-            wire::send_answer(&own, number, piece, Some(own.as_fd())).unwrap();
-            while wire::send_answer(&own, number, what(), None).is_ok() {}
-        })
+        // Here, as the thread may come first when nobody reads any more.
+        wire::send_answer(&own, number, piece, Some(own.as_fd())).unwrap();
+        std::thread::spawn(
+            move || {
+                while wire::send_answer(&own, number, what(), None).is_ok() {}
+            },
+        )
     }
 
     #[test]
