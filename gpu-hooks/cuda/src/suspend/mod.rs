@@ -345,10 +345,12 @@ pub fn resume(
             .filter_map(|p| Some((p, restore.iter().find(|(pid, _)| *pid == p.pid)?)))
             .flat_map(|(p, (pid, tid))| p.buffers.iter().map(|b| (*pid, *tid, b.clone())))
             .collect();
+        // The driver has done its part of them, at least the restore.
+        let driven = || wait.iter().chain(&unlock);
         let again = done
             .processes
             .iter()
-            .filter_map(|p| Some((p, wait.iter().find(|(pid, _)| *pid == p.pid)?)));
+            .filter_map(|p| Some((p, driven().find(|(pid, _)| *pid == p.pid)?)));
         let again = again.flat_map(|(p, (pid, tid))| {
             let buffers = p.buffers.iter().filter(|b| b.preload);
             buffers.map(|b| (*pid, *tid, b.clone()))

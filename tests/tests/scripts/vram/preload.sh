@@ -39,6 +39,17 @@ check 'suspend into files' does cryopod suspend --to /tmp/files job
 check 'into files: nothing is in use' used 'all(. == 0)'
 check 'resume from files' does cryopod resume job
 check 'from files: it goes on' goes_on
+for step in restore unlock; do
+    for to in '' '--to /tmp/files'; do
+        # shellcheck disable=SC2086
+        check "$step fails ($to): suspend" does cryopod suspend $to job
+        /opt/build/cusim-ctl --socket "$sim" set fail-$step:1 > /dev/null
+        check "$step fails ($to): said" refused "it stays suspended.*: $step of process" cryopod resume job
+        check "$step fails ($to): resume again" does cryopod resume job
+        check "$step fails ($to): it goes on" goes_on
+    done
+done
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 
 # What fails leaves it running, with its memory.
 id=$(pod inspect -f '{{.Id}}' job)
