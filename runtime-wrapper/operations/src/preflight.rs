@@ -18,6 +18,7 @@ use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_cuda::messages::image::{ImageError, NvidiaImage};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::compat::{self, Check};
+use cryopod_gpu_plan::checks::cpu;
 use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost, Pair};
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::gpus::amd_gpus;
@@ -162,6 +163,8 @@ pub fn answer(question: &RestoreQuestion<'_>) -> Result<RestoreAnswer, Error> {
         other: question.faults.to_vec(),
         ..RestoreAnswer::default()
     };
+    let cpu = cpu::check(&metadata.host, question.host, question.switches);
+    answer.checks.extend(cpu);
     let images = question
         .amd
         .filter(|_| plugins::uses(metadata, Vendor::Amd));
