@@ -1,6 +1,7 @@
 //! Checks whether a checkpoint would restore on this host, before anything is started. A restore refuses with
 //! everything that does not hold at once; `cryopod check ARCHIVE` prints it.
 
+pub mod capacity;
 pub mod criu_setup;
 pub mod gpus;
 pub mod mount_sources;
