@@ -4,7 +4,6 @@ pub mod abandoned;
 pub mod action_script;
 pub mod application;
 pub mod child;
-pub mod criu_remedies;
 pub mod failure;
 pub mod hidden_gpus;
 pub mod log;

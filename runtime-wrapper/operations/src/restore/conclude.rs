@@ -18,7 +18,6 @@ use crate::request::state;
 use crate::rootfs::frozen;
 use crate::run::abandoned::RestoreNote;
 use crate::run::child::exit_code;
-use crate::run::criu_remedies;
 use crate::run::failure;
 use crate::run::metrics;
 use crate::run::operation::Operation;
@@ -121,7 +120,7 @@ fn explain(
         ),
         false => String::new(),
     };
-    let remedy = criu_remedies::remedy(&why).map_or_else(String::new, |r| format!("; {r}"));
+    let remedy = failure::remedy(&why).map_or_else(String::new, |r| format!("; {r}"));
     let id = request.id();
     format!("restore of {id} failed and the checkpoint is untouched: {why}{stuck}{remedy}")
 }
