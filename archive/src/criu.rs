@@ -6,6 +6,7 @@
 pub mod image_files;
 pub mod message;
 pub mod mounts;
+pub mod needs;
 pub mod network;
 pub mod open_files;
 pub mod privileges;

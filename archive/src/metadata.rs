@@ -168,6 +168,9 @@ pub struct HostFacts {
     /// CRIU's version, `4.1.1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub criu: Option<String>,
+    /// The CPU's instruction sets for which programs ask, in the kernel's words.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cpu: Vec<String>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

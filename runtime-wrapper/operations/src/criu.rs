@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::metadata::HostFacts;
+use cryopod_gpu_plan::checks::cpu;
 use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::programs::Tools;
@@ -76,6 +77,7 @@ pub fn host_facts(host: &Host, criu: Option<&Criu>) -> HostFacts {
         arch,
         cgroup: cgroups::setup(host).label().to_owned(),
         criu: criu.and_then(|c| c.version.clone()),
+        cpu: cpu::features(host).into_iter().collect(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Checks whether a checkpoint would restore on this host, before anything is started. A restore refuses with
 //! everything that does not hold at once; `cryopod check ARCHIVE` prints it.
 
+pub mod capacity;
 pub mod criu_setup;
 pub mod gpus;
 pub mod mount_sources;
@@ -18,6 +19,7 @@ use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_cuda::messages::image::{ImageError, NvidiaImage};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::compat::{self, Check};
+use cryopod_gpu_plan::checks::cpu;
 use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost, Pair};
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::gpus::amd_gpus;
@@ -162,6 +164,8 @@ pub fn answer(question: &RestoreQuestion<'_>) -> Result<RestoreAnswer, Error> {
         other: question.faults.to_vec(),
         ..RestoreAnswer::default()
     };
+    let cpu = cpu::check(&metadata.host, question.host, question.switches);
+    answer.checks.extend(cpu);
     let images = question
         .amd
         .filter(|_| plugins::uses(metadata, Vendor::Amd));

@@ -92,7 +92,7 @@ how() { echo "(relaxed by \`$1 = false\` under [checks] in the configuration, or
 for what in /tmp/job.tar /tmp/job.tar.gz /tmp/job.tar.zst /tmp/directory /tmp/directory/checkpoint /tmp/layout; do
     cryopod check --json "$what" > /tmp/check.json || { echo "$what:"; cat /tmp/check.json; exit 1; }
     jq -e --arg gpu "$gpu0" '.ok and .refusals == [] and .map[0] == {from: $gpu, to: $gpu, why: ""} and all(.checks[]; .verdict == "ok")
-        and ([.checks[].name] | unique) == ["nvidia-compute-capability", "nvidia-driver", "nvidia-driver-minimum", "nvidia-free-memory",
+        and ([.checks[].name] | unique) == ["cpu", "nvidia-compute-capability", "nvidia-driver", "nvidia-driver-minimum", "nvidia-free-memory",
             "nvidia-gpu-count", "nvidia-host-memory", "nvidia-memory", "nvidia-mig", "nvidia-model"]' /tmp/check.json > /dev/null \
         || { echo "$what:"; cat /tmp/check.json; exit 1; }
 done
@@ -115,6 +115,10 @@ refused 'another machine' /tmp/job.tar.zst "nvidia-driver: the checkpoint has 58
     "nvidia-free-memory of $gpu0: the checkpoint has 108 MiB in use, this host has 56 MiB free" "$(how nvidia-free-memory)" \
     'nvidia-host-memory: the checkpoint has ' 'this host has 100 MiB available on the host; free memory on this host'
 umount /proc/meminfo
+serve 580.159.04 "${h200[@]}" "${h200[@]}"
+sed 's/ sse4_2 / /' /proc/cpuinfo > /tmp/cpuinfo && mount --bind /tmp/cpuinfo /proc/cpuinfo
+refused 'an older CPU' /tmp/job.tar 'cpu: the checkpoint has ' 'this host has none of sse4_2; restore on a CPU that has them' "$(how cpu)"
+umount /proc/cpuinfo
 serve 580.159.04 "${h200[@]}"
 refused 'fewer GPUs' /tmp/job.tar 'nvidia-gpu-count: the checkpoint has 2, this host has 1; restore on a host with at least as many NVIDIA GPUs'
 serve 580.95.05 "${h200[@]}" "${h200[@]}"

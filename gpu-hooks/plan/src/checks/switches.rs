@@ -1,8 +1,8 @@
 //! Reads the switches of the checks. A disabled check still runs and is reported; it no longer blocks the restore.
 //!
 //! Both vendors use one scheme. Each check has a name: NVIDIA's begin with `nvidia-`; AMD's are the environment
-//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`], [`EXEC`] and [`VOLUMES`] belong to
-//! neither. In order of rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
+//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`], [`EXEC`], [`VOLUMES`] and [`CPU`]
+//! belong to neither. In order of rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
 //! (`NAME = false` or `true`), and for AMD's the environment variable of that name.
 
 use std::collections::BTreeMap;
@@ -42,7 +42,10 @@ pub const EXEC: &str = "exec";
 /// Open files of volumes are as they were at the checkpoint.
 pub const VOLUMES: &str = "volumes";
 
-const OF_NEITHER: [&str; 3] = [RESTORE_HERE, EXEC, VOLUMES];
+/// This host's CPU has the instruction sets of the checkpoint's.
+pub const CPU: &str = "cpu";
+
+const OF_NEITHER: [&str; 4] = [RESTORE_HERE, EXEC, VOLUMES, CPU];
 
 /// How a user maps a container's GPUs at a restore. Engines take no new annotation for a container that exists.
 pub const HOW_TO_MAP: &str = "`gpu.map` in /etc/cryopod/config.toml";

@@ -120,6 +120,7 @@ fn explain(
         ),
         false => String::new(),
     };
+    let remedy = failure::remedy(&why).map_or_else(String::new, |r| format!("; {r}"));
     let id = request.id();
-    format!("restore of {id} failed and the checkpoint is untouched: {why}{stuck}")
+    format!("restore of {id} failed and the checkpoint is untouched: {why}{stuck}{remedy}")
 }

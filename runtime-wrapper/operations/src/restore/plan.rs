@@ -19,6 +19,7 @@ use crate::criu::compressed;
 use crate::criu::no_criu;
 use crate::criu::plugins;
 use crate::error::Error;
+use crate::preflight::capacity;
 use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::{self, Provision};
 use crate::preflight::volume_access;
@@ -70,7 +71,7 @@ pub(super) fn plan(
     let low = &request.ctx.low.path;
     let low_version = criu::version_line(&request.tools, low, request.tool_limit());
     let labels = surroundings::labels(&request.spec);
-    for warning in lsm::warnings(&request.host, &metadata.lsm, &labels) {
+    for warning in lsm::warnings(&request.host, &metadata.lsm) {
         tracing::warn!("{warning}");
     }
     let mut provision = surroundings::restore(request, metadata, &chosen, op)?;
@@ -89,8 +90,12 @@ pub(super) fn plan(
         limit,
     })?;
     let mut beyond = std::mem::take(&mut decoded.refusals);
+    beyond.extend(lsm::unloaded(&request.host, &metadata.lsm, &labels));
     let criu = criu.ok_or_else(no_criu)?;
     beyond.extend(compressed::refusal(decoded.is_compressed, &criu));
+    if let Some(needs) = &decoded.needs {
+        beyond.extend(capacity::lacking(needs, &request.host, &request.spec));
+    }
     if let Some(encoded) = &mut decoded.encoded {
         let volumes = volume_files::compare(&encoded.reached.opened, request, metadata);
         encoded.set_sizes(&volumes.sizes, limit)?;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::criu::image_files::{ImageContent, ImageError, ImageFile, content_of};
 use cryopod_archive::criu::mounts::CriuMount;
+use cryopod_archive::criu::needs::{self, RestoreNeeds};
 use cryopod_archive::criu::network::{self, Network};
 use cryopod_archive::criu::{self, has_compressed_pages, open_files};
 use cryopod_archive::format::names;
@@ -57,6 +58,8 @@ pub struct DecodedImages {
     network: Result<Option<Network>, String>,
     /// Paths of the links by which CRIU finds files that have lost their name.
     links: Result<Vec<String>, String>,
+    /// What the processes take from the host; `None`: it is not known.
+    pub needs: Option<RestoreNeeds>,
     /// The memory pages are compressed.
     pub is_compressed: bool,
     /// `None`: the check is off, and CRIU reads the images as they are.
@@ -167,6 +170,7 @@ impl Question<'_> {
             mounts: usable(self.mounts(checked.as_ref()), is_damaged),
             network: usable(network::of_first(open), is_damaged),
             links: usable(links(open), is_damaged),
+            needs: needs::read(open, largest_pages(self.directory)).ok(),
             is_compressed: open(names::CRIU_INVENTORY)?
                 .is_some_and(|i| has_compressed_pages(&i).unwrap_or(false)),
             encoded: None,
@@ -209,6 +213,18 @@ impl Question<'_> {
             None => self.raw_mounts(),
         }
     }
+}
+
+/// Returns the size of the largest file of memory pages.
+fn largest_pages(directory: &Path) -> u64 {
+    let files = directory.read_dir().into_iter().flatten().flatten();
+    let pages = files.filter(|f| {
+        let name = f.file_name();
+        name.to_str()
+            .is_some_and(|n| names::is_numbered(n, names::PAGES))
+    });
+    let sizes = pages.filter_map(|f| Some(f.metadata().ok()?.len()));
+    sizes.max().unwrap_or(0)
 }
 
 /// The links by which CRIU finds files that have lost their name.

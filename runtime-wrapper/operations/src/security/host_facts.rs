@@ -71,12 +71,22 @@ fn first_port(host: &Host, spec: &Spec) -> u64 {
     if let Some(of_spec) = of_spec.and_then(number) {
         return of_spec;
     }
+    let own = in_network(host, spec, || number(&host.line(FILE)?));
+    own.unwrap_or(OF_NEW)
+}
+
+/// Reads something in the network namespace that the spec gives the container; `None`: in a new one.
+pub fn in_network<T: Send>(
+    host: &Host,
+    spec: &Spec,
+    read: impl FnOnce() -> Option<T> + Send,
+) -> Option<T> {
     let namespaces = spec.json().pointer("/linux/namespaces");
     let mut namespaces = namespaces.and_then(Value::as_array).into_iter().flatten();
     let path = match namespaces.find(|n| n["type"] == "network") {
         None => None,
         Some(namespace) => match namespace.get("path").and_then(Value::as_str) {
-            None | Some("") => return OF_NEW,
+            None | Some("") => return None,
             Some(path) => Some(host.path(path)),
         },
     };
@@ -84,11 +94,12 @@ fn first_port(host: &Host, spec: &Spec) -> u64 {
         if let Some(path) = path {
             setns(std::fs::File::open(path).ok()?, CloneFlags::CLONE_NEWNET).ok()?;
         }
-        number(&host.line(FILE)?)
+        read()
     };
     // A thread that ends there.
-    let read = std::thread::scope(|scope| scope.spawn(read).join());
-    read.ok().flatten().unwrap_or(OF_NEW)
+    std::thread::scope(|scope| scope.spawn(read).join())
+        .ok()
+        .flatten()
 }
 
 /// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)

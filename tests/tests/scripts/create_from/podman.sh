@@ -42,7 +42,7 @@ wait_for counted copy2 6
 podman rm -f -t 0 copy2 copy3 again > /dev/null
 
 # From an archive: an open file in /dev/shm, which podman mounts from outside.
-shared=(--network none localhost/busybox sh -c 'exec 3> /dev/shm/own; i=0; while :; do echo $i; echo $i >&3; i=$((i + 1)); sleep 0.1; done')
+shared=(--network none localhost/busybox sh -c 'sleep 1000 & exec 3> /dev/shm/own; i=0; while :; do echo $i; echo $i >&3; i=$((i + 1)); sleep 0.1; done')
 pod run -d --name c4 -v /srv/checkpoints:/volume "${shared[@]}" > /dev/null
 wait_for counted c4 5
 pod container checkpoint --export "$from/c4.tar" c4 > /dev/null
@@ -56,12 +56,39 @@ check 'the new environment' podman exec shm grep -qz '^RANK=7$' /run/cryopod/env
 podman rm -f -t 0 shm > /dev/null
 for unfit in "-v /srv:/srv|the checkpoint has a mount at /volume that the new container lacks" \
     "-v /srv/checkpoints:/volume -v /srv:/etc|a mount at /etc, which would hide the checkpoint's at /etc/" \
-    "-v /srv/checkpoints:/volume --network host|a network of its own, and the new container the host's"; do
+    "-v /srv/checkpoints:/volume --network host|a network of its own, and the new container the host's" \
+    '-v /srv/checkpoints:/volume --pids-limit 1|processes and threads, and the container may have 1; start it with a higher limit'; do
     # shellcheck disable=SC2086 # several words
     if copy ${unfit%|*} localhost/busybox true; then exit 1; fi
     podman rm -f -t 0 shm > /dev/null 2>&1 || true
     check "refused: ${unfit#*|}" grep -qF "${unfit#*|}" /tmp/said
 done
+
+# Another image under the same name: CRIU says that a file has another size.
+mkdir /tmp/moved && tar -C /tmp/moved -xf /usr/local/share/testbed/busybox.tar && echo >> /tmp/moved/bin/busybox
+tar -C /tmp/moved -c . | podman import -q - localhost/moved > /dev/null
+if copy -v /srv/checkpoints:/volume localhost/moved true; then exit 1; fi
+podman rm -f -t 0 shm > /dev/null
+check 'told: another image' grep -q 'has bad size.*use the same image' /tmp/said
+
+# A port of the host's network that another process has. Older CRIUs save no socket on a new kernel.
+# shellcheck disable=SC2016
+port=(--network host localhost/busybox sh -c 'nc -l -p 7777 & i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
+if criu_from 4.2; then
+    pod run -d --name c6 "${port[@]}" > /dev/null
+    wait_for counted c6 3
+    saved c6
+    copy() { pod run -d --name port --annotation dev.cryopod.restore=$from/c6 "${port[@]}" > /dev/null 2> /tmp/said; }
+    python3 -c 'import socket, time; s = socket.socket(socket.AF_INET6); s.bind(("::", 7777)); s.listen(); time.sleep(1000)' &
+    listens() { grep -q ':1E61 .* 0A ' /proc/net/tcp6; }
+    wait_for listens
+    if copy; then exit 1; fi
+    podman rm -f -t 0 port > /dev/null
+    check 'refused: a port that is taken' grep -q 'the TCP port 7777, which another process has.*ss -tlnp' /tmp/said
+    kill %% && wait %% || true
+    check 'a copy when it is free' copy
+    podman rm -f -t 0 port > /dev/null
+fi
 
 # A terminal, and an exit code.
 # shellcheck disable=SC2016
