@@ -11,9 +11,9 @@ use cryopod_host::files::Host;
 use super::compat::{Check, Verdict};
 use super::switches::{CPU, Switches};
 
-/// How the names of instruction sets begin in `/proc/cpuinfo`. Its other flags tell of the kernel, of virtual machines and
+/// How the names of x86's instruction sets begin in `/proc/cpuinfo`. Its other flags tell of the kernel, of virtual machines and
 /// of power: they differ between hosts on which the same programs run.
-const PREFIXES: [&str; 26] = [
+const PREFIXES: [&str; 23] = [
     "abm",
     "adx",
     "aes",
@@ -36,39 +36,29 @@ const PREFIXES: [&str; 26] = [
     "ssse",
     "vaes",
     "vpclmul",
-    "waitpkg", // x86
-    "asimd",
-    "sme",
-    "sve", // arm64
+    "waitpkg",
 ];
 /// Others, whole: longer names are not for programs.
-const NAMES: [&str; 16] = [
+const NAMES: [&str; 7] = [
     "cx16",
-    "fsgsbase",
     "lahf_lm",
     "rdpid",
-    "rtm",
     "serialize",
     "xsave",
     "xsavec",
-    "xsaveopt", // x86
-    "atomics",
-    "bf16",
-    "crc32",
-    "i8mm",
-    "jscvt",
-    "lrcpc",
-    "pmull", // arm64
+    "xsaveopt",
 ];
 
 /// At most so many are named.
 const MAX_TOLD: usize = 40;
 
-/// Returns the instruction sets of the first CPU.
+/// Returns the instruction sets of the first CPU; none for one that is not x86.
 pub fn features(host: &Host) -> BTreeSet<String> {
     let text = host.text("/proc/cpuinfo").unwrap_or_default();
-    let lists = |line: &&str| line.starts_with("flags") || line.starts_with("Features");
-    let line = text.lines().find(lists).and_then(|l| l.split_once(':'));
+    let line = text
+        .lines()
+        .find(|line| line.starts_with("flags"))
+        .and_then(|l| l.split_once(':'));
     let words = line.map_or("", |(_, words)| words).split_whitespace();
     let known = |word: &&str| PREFIXES.iter().any(|p| word.starts_with(p)) || NAMES.contains(word);
     words.filter(known).map(str::to_owned).collect()
