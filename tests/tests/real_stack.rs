@@ -191,7 +191,7 @@ mod on_stop {
 /// Random operations with random faults, a sample: `make campaign` runs more.
 mod campaign {
     crate::scenarios! {
-        crun: V2 ["crun" "105" "2"] "campaign/campaign.sh";
+        crun: V2 ["crun" "110" "2"] "campaign/campaign.sh";
         runc: V1 ["runc" "510" "2"] "campaign/campaign.sh";
     }
 }

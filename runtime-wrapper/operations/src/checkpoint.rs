@@ -357,30 +357,42 @@ fn ask(request: &Request<'_>, verb: &str) -> bool {
 struct Thawed<'a> {
     request: &'a Request<'a>,
     state: &'a ContainerState,
+    marked: bool,
 }
 
 impl<'a> Thawed<'a> {
     fn of(request: &'a Request<'a>, state: &'a ContainerState) -> Option<Self> {
         state.paused.then(|| {
             tracing::info!("{}: paused, and resumed for a moment", request.id());
-            if let Err(e) = pause::mark_thawed(&state::directory(request.ctx, request.inv)) {
-                tracing::debug!("{}: no mark that it is thawed: {e}", request.id());
-            }
+            let marked = pause::mark_thawed(&state::directory(request.ctx, request.inv))
+                .inspect_err(|e| {
+                    tracing::debug!("{}: no mark that it is thawed: {e}", request.id());
+                })
+                .is_ok();
             ask(request, "resume");
-            Self { request, state }
+            Self {
+                request,
+                state,
+                marked,
+            }
         })
     }
 }
 
 impl Drop for Thawed<'_> {
     fn drop(&mut self) {
-        if alive(&self.request.host, self.state) {
+        let directory = state::directory(self.request.ctx, self.request.inv);
+        if alive(&self.request.host, self.state) && !is_resumed(self.marked, &directory) {
             let paused = ask(self.request, "pause");
-            let directory = state::directory(self.request.ctx, self.request.inv);
             let (host, spec) = (&self.request.host, &self.request.spec);
             end_thawed(paused, host, spec, self.state.init, &directory);
         }
     }
+}
+
+/// Returns true if a `resume` has removed the mark meanwhile: for its engine the container runs, and nobody resumes it again.
+fn is_resumed(marked: bool, state_directory: &Path) -> bool {
+    marked && !pause::is_marked_thawed(state_directory)
 }
 
 /// Removes the mark of a container that is paused again. One that is not keeps it, for the engine's `resume`. runc gives
@@ -438,5 +450,15 @@ mod tests {
         end_thawed(true, &host, &Spec::default(), 7, dir.path());
         assert_eq!(std::fs::read(&freeze).unwrap(), b"1\n");
         assert!(!pause::unmark_thawed(dir.path()), "it was removed");
+    }
+
+    #[test]
+    fn a_container_that_is_resumed_meanwhile_is_not_paused_again() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(!is_resumed(false, dir.path()), "no mark could be made");
+        pause::mark_thawed(dir.path()).unwrap();
+        assert!(!is_resumed(true, dir.path()));
+        pause::unmark_thawed(dir.path());
+        assert!(is_resumed(true, dir.path()));
     }
 }

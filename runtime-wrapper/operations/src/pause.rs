@@ -53,12 +53,17 @@ const HELD: &str = "cryopod-held";
 /// In the low-level runtime's directory of a container that its engine has paused and a checkpoint has thawed.
 const THAWED: &str = "cryopod-thawed";
 
-/// How long a pause waits for a checkpoint of cryopod's own to give up.
+/// How long a pause waits for a checkpoint of cryopod's own to give up, and a resume for any to end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A mark that a checkpoint has thawed the container: if the checkpoint is killed, the engine's `resume` finds it running.
 pub fn mark_thawed(state_directory: &Path) -> io::Result<()> {
     File::create(state_directory.join(THAWED)).map(drop)
+}
+
+/// Returns true if there is a mark.
+pub fn is_marked_thawed(state_directory: &Path) -> bool {
+    state_directory.join(THAWED).exists()
 }
 
 /// Removes the mark. Returns true if there was one.
@@ -199,12 +204,24 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         tracing::info!("{}: a killed checkpoint has resumed it already", inv.id);
         return Ok(ExitCode::SUCCESS);
     }
-    let locked = suspended::any()
-        .then(|| ContainerState::ask(ctx, inv, &tools))
-        .flatten()
-        .map_or(Ok(None), |state| SuspendedRecord::of(&host, state.init))
-        .map_err(|e| Error::Failed(format!("{} stays paused: {e}", inv.id)))?
-        .filter(|record| record.locked_at_pause);
+    let stays = |e: io::Error| Error::Failed(format!("{} stays paused: {e}", inv.id));
+    let find = || -> Result<_, Error> {
+        Ok(suspended::any()
+            .then(|| ContainerState::ask(ctx, inv, &tools))
+            .flatten()
+            .map_or(Ok(None), |state| SuspendedRecord::of(&host, state.init))
+            .map_err(stays)?
+            .filter(|record| record.locked_at_pause))
+    };
+    let mut locked = find()?;
+    // A checkpoint under way needs the processes as they are; whoever had the lock may have resumed them.
+    let _lock = match &locked {
+        None => None,
+        Some(record) => Some(SuspendLock::take(&host, record.init, PATIENCE).map_err(stays)?),
+    };
+    if locked.is_some() {
+        locked = find()?;
+    }
     let Some(record) = locked else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };

@@ -37,6 +37,9 @@ PYTHON = next(f"/usr/lib/{name}" for name in sorted(os.listdir("/usr/lib")) if n
 KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gpu-threads", "gpu-train"]
 if os.environ.get("KINDS"):
     KINDS = os.environ["KINDS"].split(",")
+FAULTS = {"none": 10, "kill": 50, "stop": 12, "space": 12, "read-only": 3, "driver": 14, "other": 14}
+if os.environ.get("FAULTS"):
+    FAULTS = {kind: FAULTS[kind] for kind in os.environ["FAULTS"].split(",")}
 if STACK:
     KINDS, ENGINES = ["counter", "memory", "files", "threads"], [engine for engine in ENGINES if engine != "docker"]
 os.environ["CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS"] = "1"
@@ -57,9 +60,9 @@ class Violation(Exception):
     pass
 
 
-def run(*command, limit=LIMIT):
+def run(*command, limit=LIMIT, output="/tmp/said"):
     """Exit code and what it said; 124 where it does not end."""
-    with open("/tmp/said", "w+") as said:
+    with open(output, "w+") as said:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True)
         try:
             code = child.wait(limit)
@@ -68,7 +71,7 @@ def run(*command, limit=LIMIT):
             show_processes()
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    with open("/tmp/said", errors="replace") as said:
+    with open(output, errors="replace") as said:
         return code, said.read().strip()
 
 
@@ -284,11 +287,22 @@ class Archive:
 LONG_LIVED = ("shim", "stock", "containerd", "dockerd", "job")  # are there before the operation begins
 
 
+# Another verb on the same container while the operation runs. An engine's own lock its container against each other, so most
+# call the runtime. What takes the container away: its user asked for it. What may not make the operation fail: it changes nothing.
+ENDING = ("kill", "delete", "engine-stop", "engine-remove")
+HARMLESS = ("state", "update", "cache-prune")
+OTHERS = (*ENDING, *HARMLESS, "exec", "pause", "checkpoint", "engine-exec", "engine-pause", "suspend", "resume")
+
+
+def unpause(container):
+    return {"podman": ["podman", "unpause"], "docker": ["docker", "unpause"], "ctr": ["ctr", "tasks", "resume"]}[container.engine] + [container.name]
+
+
 class Fault:
     """What goes wrong in one operation. `who` is what it strikes."""
     def __init__(self, rng, container, verb):
         self.who = self.what = "nothing"
-        self.struck = 0
+        self.struck, self.ended = 0, False  # `ended`: the container was to end, by another verb
         if verb in ("suspend", "resume"):
             signals = ["client"] * 3 + ["agent", "job"]
         elif verb == "prune":
@@ -301,7 +315,9 @@ class Fault:
             signals = ["client"]
         if container.engine != "podman" and verb != "prune":
             signals += ["shim", "stock", "containerd"] + (["dockerd"] if container.engine == "docker" else [])
-        kind = rng.choices(["none", "kill", "stop", "space", "read-only", "driver"], [10, 50, 12, 12, 3, 14 if container.gpu() else 0])[0]
+        kinds = FAULTS | {"driver": FAULTS.get("driver", 0) * container.gpu(),
+                          "other": FAULTS.get("other", 0) * (not STACK and not container.plain() and container.state != "suspended" or verb == "resume")}
+        kind = rng.choices([*kinds, "none"], [*kinds.values(), 0.001])[0]
         self.delay = rng.random() ** 2 * 0.3
         self.pause, self.all = rng.choice([0.2, 0.7, 2, 5]), rng.random() < 0.4
         self.room = rng.choice([0, 4, 64, 200, 1000, 4000, 20000, 40000]) * 1024
@@ -324,19 +340,27 @@ class Fault:
                 switch, steps = ["hang-lock:1", "fail-get-state:1", "cuinit-race", "hang-checkpoint", "fail-checkpoint=CUDA_ERROR_NOT_SUPPORTED"], ["lock", "checkpoint", "unlock"]
             switch += [f"fail-{s}:1" for s in steps] + [f"slow-{s}=1500:2" for s in steps]
             self.what, self.who = kind, rng.choice(switch)
+        elif kind == "other":
+            self.what, self.who = kind, rng.choice(OTHERS if container.gpu() else OTHERS[:-2])
+            self.at = rng.choice(signals[:1] * 2 + [signal for signal in signals if signal in ("client", "criu")])
+            self.delay = rng.random() ** 2 * (0.8 if "criu" in signals else 0.3)
         self.skip, self.short = self.who != "client" and rng.random() < 0.25, verb == "kill" or rng.random() < 0.25
         self.over = threading.Event()
 
     def __str__(self):
-        after = f" {self.delay * 1000:.0f} ms" if self.what in ("kill", "stop") else f" {self.room >> 10} KiB" if self.what == "space" else ""
+        after = f" {self.delay * 1000:.0f} ms" if self.what in ("kill", "stop", "other") else f" {self.room >> 10} KiB" if self.what == "space" else ""
         return "no fault" if self.what == "nothing" else f"{self.what} {self.who}{after}{'' if self.struck else ' (missed)'}"
 
     def lossy(self):
         """Whoever answers for the container was struck: the engine may take it away, or leave it paused."""
-        return self.struck and self.what == "kill" and self.who in ("shim", "stock", "job")
+        return self.struck and (self.what == "kill" and self.who in ("shim", "stock", "job") or self.ended)
+
+    def excuses(self):
+        return self.struck and (self.what != "other" or self.who not in HARMLESS)
 
     def victims(self, container):
-        shim = self.who in ("shim", "stock") and (run("docker", "inspect", "-f", "{{.Id}}", container.name)[1]
+        who = getattr(self, "at", self.who)
+        shim = who in ("shim", "stock") and (run("docker", "inspect", "-f", "{{.Id}}", container.name)[1]
                                                   if container.engine == "docker" else f"-id {container.name}")
         for pid, name, line in processes():
             if shim and shim not in line:
@@ -349,14 +373,22 @@ class Fault:
                 "shim": "shim-cryopod-v2" in line and "-id " in line or "shim-runc-v2" in line and read(f"/proc/{pid}/exe") == "",
                 "stock": "shim-runc-v2" in line and "-id " in line and "/place/" not in line,
                 "agent": name == "cryopod-cuda-ag", "worker": "--vram-worker" in line,
-                "containerd": name == "containerd", "dockerd": name == "dockerd"}.get(self.who, False):
+                "containerd": name == "containerd", "dockerd": name == "dockerd"}.get(who, False):
                 yield pid
-            elif self.who == "job" and container_of(pid) == container.name and not line.startswith("cryopod"):
+            elif who == "job" and container_of(pid) == container.name and not line.startswith("cryopod"):
                 yield pid
 
     def begin(self, container):
         if self.what in ("kill", "stop"):
             self.thread = threading.Thread(target=self.strike, args=(container,))
+            self.thread.start()
+        elif self.what == "other":
+            self.runtime = ["cryopod-runtime", "--root", {"podman": f"/run/{LOW}", "docker": "/run/docker/runtime-runc/moby",
+                                                         "ctr": "/run/containerd/runc/default"}[container.engine]]
+            # Later the engine would answer only when the operation has ended.
+            found = run(container.engine, "inspect", "--type", "container", "-f", "{{.Id}}", container.name) if container.engine != "ctr" else (0, container.name)
+            self.known, self.id = set(self.records()), found[1] if found[0] == 0 else None
+            self.thread = threading.Thread(target=self.meddle, args=(container,))
             self.thread.start()
         elif self.what == "space":
             used = shutil.disk_usage(self.who).used
@@ -369,6 +401,46 @@ class Fault:
             if self.who.startswith("hang"):
                 self.thread = threading.Thread(target=lambda: (self.over.wait(8), run_quiet(*CTL, "clear")))
                 self.thread.start()
+
+    def records(self):
+        return os.listdir(self.runtime[2]) if os.path.isdir(self.runtime[2]) else []
+
+    def meddle(self, container):
+        """Carries out the other verb; `self.trouble` is what must not be."""
+        if not until(lambda: self.over.is_set() or list(self.victims(container)), LIMIT) or self.over.wait(self.delay):
+            return
+        who, engine, name = self.who, container.engine, container.name
+        until(lambda: self.id or self.over.is_set() or (set(self.records()) - self.known), LIMIT)
+        ident = self.id or next(iter(set(self.records()) - self.known), name)
+        place = f"{CP}/other"
+        direct = lambda verb, *words: [*self.runtime, verb, *words]
+        command, self.undo = {
+            "kill": (direct("kill", ident, "KILL"), None), "delete": (direct("delete", "--force", ident), None),
+            "state": (direct("state", ident), None), "update": (direct("update", "--cpu-share", "512", ident), None),
+            "exec": (direct("exec", ident, "sleep", "0.4"), None), "pause": (direct("pause", ident), direct("resume", ident)),
+            "checkpoint": (direct("checkpoint", "--image-path", place, "--leave-running", ident), None),
+            "cache-prune": (["cryopod", "cache", "prune", "--unused-for", "0", "-q"], None),
+            "suspend": (["cryopod", "suspend", name, "-q"], ["cryopod", "resume", name, "-q"]), "resume": (["cryopod", "resume", name, "-q"], None),
+            "engine-exec": (["ctr", "tasks", "exec", "--exec-id", "other", name, "sleep", "0.4"] if engine == "ctr" else [engine, "exec", name, "sleep", "0.4"], None),
+            "engine-pause": (["ctr", "tasks", "pause", name] if engine == "ctr" else [engine, "pause", name], unpause(container)),
+            "engine-stop": (["ctr", "tasks", "kill", "-a", "-s", "SIGKILL", name] if engine == "ctr" else [engine, "stop", "-t", "0", name], None),
+            "engine-remove": (["ctr", "tasks", "delete", "-f", name] if engine == "ctr" else [engine, "rm", "-f", name], None),
+        }[who]
+        self.struck = 1
+        code, said = run(*command, output="/tmp/said-other")
+        self.answer = f"{code} {short(said)!r}"
+        self.ended = who in ENDING and (code == 0 or who != "kill")
+        if code == 124:
+            self.trouble = f"{' '.join(command)} does not end"
+        if "panicked" in said:
+            self.trouble = said
+        if self.undo and code == 0:
+            self.over.wait(self.pause)
+            run(*self.undo, output="/tmp/said-other")
+        if os.path.isdir(place):
+            if who == "checkpoint" and code == 0 and run("cryopod", "verify", "-q", place, output="/tmp/said-other")[0]:
+                self.trouble = f"{place} does not verify: {read('/tmp/said-other')[-300:]}"
+            shutil.rmtree(place)
 
     def strike(self, container):
         known, seen = (() if self.who in LONG_LIVED else set()), 0
@@ -402,6 +474,10 @@ class Fault:
         self.over.set()
         if hasattr(self, "thread"):
             self.thread.join()
+        if getattr(self, "undo", None):  # which the operation may have refused
+            run(*self.undo, output="/tmp/said-other")
+        if hasattr(self, "trouble"):
+            raise Violation(self.trouble)
         if self.what == "kill" and self.struck and self.who in daemons:  # which may take its time to end
             daemons[self.who].wait(60)
         if self.what == "space":
@@ -505,7 +581,7 @@ class Round:
         finally:
             took = time.monotonic() - began
             print(f"  {number}: {c.name} {c.engine} {c.kind}{' preload' * c.preload}{' ' + c.shim if c.engine == 'ctr' else ''}: {verb}, {fault}: "
-                  f"{self.code}, {c.state}, {took:.1f} s" + (f": {short(self.said)!r}" if self.code else ""), flush=True)
+                  f"{self.code}, {c.state}, {took:.1f} s" + (f": {short(self.said)!r}" if self.code else "") + (f"; the other: {fault.answer}" if hasattr(fault, "answer") else ""), flush=True)
             self.counts[0] += 1
             self.counts[1] += bool(fault.struck)
             self.unclean |= bool(self.code and fault.struck)
@@ -533,7 +609,7 @@ class Round:
         return self.code == 0
 
     def no_excuse(self, c):
-        if self.code and not self.fault.struck and c.state != "suspended" and not c.unclean and "already exists" not in self.said:
+        if self.code and not self.fault.excuses() and c.state != "suspended" and not c.unclean and "already exists" not in self.said:
             raise Violation(f"{self.verb} fails without a fault: {short(self.said)} ... {short(self.said)}")
 
     def do_run(self, c, fault, _):
@@ -552,10 +628,9 @@ class Round:
     def running(self, c, fault, after=None):
         """It must run, or the fault excuses it."""
         word = c.status()
-        if word == "paused" and fault.what in ("kill", "stop"):
-            unpause = {"podman": ["podman", "unpause"], "docker": ["docker", "unpause"], "ctr": ["ctr", "tasks", "resume"]}[c.engine]
+        if word == "paused" and fault.what in ("kill", "stop", "other"):
             # An engine whose daemon was killed may have to find it again first.
-            until(lambda: run(*unpause, c.name)[0] == 0 or c.status() == "running", 20)
+            until(lambda: run(*unpause(c))[0] == 0 or c.status() == "running", 20)
             word = c.status()
         if word != "running":
             if fault.lossy():
@@ -701,8 +776,8 @@ class Round:
             self.running(c, fault, between)
         elif ok and not fault.lossy():
             raise Violation(f"{c.name} is {c.status()} after a restore that succeeded")
-        elif ok and c.engine == "podman":  # it was killed after its restore, whose checkpoint podman has removed
-            c.remove()
+        elif ok and c.engine == "podman" or fault.lossy() and fault.who == "engine-remove":
+            c.remove()  # it was killed after its restore, whose checkpoint podman has removed; or its user removed it
         else:
             self.restore_now(c)
 
@@ -835,13 +910,14 @@ class Round:
     def do_suspend(self, c, fault, low):
         to = self.fresh() + ".d" if low % 2 else None
         ok = self.perform(c, fault, "cryopod", "suspend", c.name, "-q", *(["--to", to] if to else []))
-        if ok and not fault.lossy():
+        unsure = fault.lossy() or fault.what == "other" and fault.struck
+        if ok and not unsure:
             before = len(c.lines())
             time.sleep(0.3)
             if len(c.lines()) > before + 1:
                 raise Violation(f"{c.name} is suspended and goes on")
             c.state = "suspended"
-        elif fault.lossy():
+        elif unsure:
             if ok:
                 run("cryopod", "resume", c.name, "-q")
             self.running(c, fault)
@@ -862,7 +938,7 @@ class Round:
 
     def do_resume(self, c, fault, _):
         ok = self.perform(c, fault, "cryopod", "resume", c.name, "-q")
-        if fault.lossy():
+        if fault.lossy() or fault.what == "other" and fault.struck:
             if c.status() == "running":
                 code, _ = run("cryopod", "resume", c.name, "-q")
             c.state = "running"
@@ -953,7 +1029,7 @@ def picture():
 
 # The engines' own: a daemon that was killed leaves its directories, podman its lock files.
 ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|checkpoint\d|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(checkpoint\d|libpod|container_images|buildah|storage|checkpoint\d)"
-                         r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /run/(criu.kdat|cryopod-transfers)$|^file /run/libpod/exits/|^file /dev/shm/libpod|^file /var/lib/cryopod/(store|metrics.json|metrics.lock)$|^namespace ")
+                         r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /run/(criu.kdat|cryopod-transfers)$|^file /run/libpod/exits/|^file /dev/shm/libpod|^file /var/lib/containers/storage/secrets$|^file /var/lib/cryopod/(store|metrics.json|metrics.lock)$|^namespace ")
 
 
 def leftovers():

@@ -99,6 +99,21 @@ away job
 check 'killed: nothing is in use' wait_for freed
 
 start_job --annotation $annotation=on
+# Resumed while it is checkpointed: the resume waits for the checkpoint.
+ctr tasks pause job
+/opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null
+cryopod-runtime --root /run/containerd/runc/default checkpoint --image-path /tmp/during --leave-running job > /tmp/said 2>&1 &
+checkpoint=$!
+wait_for pgrep -x cryopod-cuda-ag > /dev/null
+sleep 1
+cryopod-runtime --root /run/containerd/runc/default resume job
+wait $checkpoint || { cat /tmp/said && exit 1; }
+check 'resumed while it is checkpointed: it was complete' cryopod verify -q /tmp/during
+check 'resumed while it is checkpointed: the sum goes on' goes_on job
+check 'resumed while it is checkpointed: no record' test "$(records)" = 0
+away job
+
+start_job --annotation $annotation=on
 # Thawed by somebody else.
 ctr tasks pause job
 runc --root /run/containerd/runc/default resume job
