@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cryopod_gpu_plan::checks::switches::{HOW_TO_MAP, Switches};
 use cryopod_host::cgroups::Cgroups;
+use cryopod_host::files::write_private;
 
 use super::bundle::BundleChanges;
 use super::prepare::RestorePreparation;
@@ -14,6 +15,7 @@ use crate::error::Error;
 use crate::preflight::criu_setup::OperationReports;
 use crate::preflight::surroundings;
 use crate::request::Request;
+use crate::request::lowlevel::RuntimeKind;
 use crate::request::state;
 use crate::rootfs::frozen;
 use crate::run::abandoned::RestoreNote;
@@ -22,7 +24,11 @@ use crate::run::failure;
 use crate::run::metrics;
 use crate::run::operation::Operation;
 use crate::run::runtime_log::RuntimeLog;
+use crate::security::image_check::seccomp;
 use crate::security::lsm;
+
+/// In crun's directory of a container: the program that its processes of `exec` get.
+const CRUN_SECCOMP: &str = "seccomp.bpf";
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(10);
@@ -83,10 +89,29 @@ pub(super) fn conclude(
     }
     RestoreNote::done(op.dir());
     changed.keep();
+    keep_seccomp(request);
     if let Some(log) = log.filter(|_| !failed) {
         log.hand_on();
     }
     Ok(exit_code(ended.code))
+}
+
+/// Writes the spec's seccomp profile where crun looks for it at an `exec`. crun does so itself for new containers only.
+fn keep_seccomp(request: &Request<'_>) {
+    if request.ctx.low.kind != RuntimeKind::Crun {
+        return;
+    }
+    let file = state::directory(request.ctx, request.inv).join(CRUN_SECCOMP);
+    let written = seccomp::joined(&request.spec).and_then(|program| match program {
+        Some(program) if !file.exists() => {
+            write_private(&file, &program).map_err(|e| e.to_string())
+        }
+        _ => Ok(()),
+    });
+    if let Err(e) = written {
+        let file = file.display();
+        tracing::warn!("{file}: {e}: processes of `exec` will have no seccomp profile");
+    }
 }
 
 /// Removes the cgroups of a failed restore.

@@ -22,7 +22,7 @@ pub mod mounts;
 pub mod namespaces;
 mod network;
 pub mod opened;
-mod seccomp;
+pub mod seccomp;
 
 use std::collections::BTreeMap;
 use std::fs;

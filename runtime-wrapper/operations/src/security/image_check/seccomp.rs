@@ -23,6 +23,15 @@ const FILTER: u64 = 2;
 /// CRIU's mark of a 32-bit process.
 const COMPAT: u64 = 2;
 
+const RETURN: u16 = 0x06;
+const JUMP: u16 = 0x05;
+/// `SECCOMP_RET_ALLOW`.
+const ALLOW: u32 = 0x7fff_0000;
+/// Bytes of a step of a program.
+const STEP: usize = 8;
+/// The kernel's `BPF_MAXINSNS`.
+const MAX_STEPS: usize = 4096;
+
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Returns what is wrong: the profile cannot be put on top of the images' filters.
@@ -84,6 +93,46 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec) -> Vec<String> {
         *first = filters;
     }
     told
+}
+
+/// Returns the spec's profile as one program, as crun keeps it for `exec`; `None` if it allows everything.
+///
+/// # Errors
+/// What cannot be compiled, or is longer than the kernel takes.
+pub fn joined(spec: &Spec) -> Result<Option<Vec<u8>>, String> {
+    let profile = spec.json().pointer("/linux/seccomp");
+    let Some(profile) = profile.filter(|p| p.is_object()) else {
+        return Ok(None);
+    };
+    let programs = compile(profile)?;
+    let program = join(&programs);
+    match program.len() / STEP {
+        0 => Ok(None),
+        1..=MAX_STEPS => Ok(Some(program)),
+        steps => Err(format!("{steps} steps are more than the kernel takes")),
+    }
+}
+
+/// Makes one program of several. The newest answers first, as its answer counts where two are equally strict; where it
+/// allows a call, the next one decides.
+fn join(programs: &[Vec<u8>]) -> Vec<u8> {
+    let step = |code, k| {
+        let (jt, jf) = (0, 0);
+        bytes(&[sock_filter { code, jt, jf, k }])
+    };
+    let allow = step(RETURN, ALLOW);
+    let mut all = Vec::new();
+    for (age, program) in programs.iter().enumerate().rev() {
+        let mut left = u32::try_from(program.len() / STEP).unwrap_or(u32::MAX);
+        for one in program.chunks(STEP) {
+            left -= 1;
+            match age > 0 && one == allow {
+                true => all.extend(step(JUMP, left)),
+                false => all.extend(one),
+            }
+        }
+    }
+    all
 }
 
 /// Adds the programs to the chain that ends with the filter `head`. Returns the number of the last one.
@@ -197,8 +246,6 @@ fn unknown_calls(highest: u32) -> Vec<u8> {
     const LOAD: u16 = 0x20;
     const IF_EQUAL: u16 = 0x15;
     const IF_GREATER: u16 = 0x25;
-    const RETURN: u16 = 0x06;
-    const ALLOW: u32 = 0x7fff_0000;
     const X86_64: u32 = 0xc000_003e;
     let step = |code, jt, jf, k| sock_filter { code, jt, jf, k };
     bytes(&[
@@ -319,11 +366,15 @@ mod tests {
             .map(|p| run(p, number, [first, 0, 0, 0, 0, 0]));
         // The kernel compares them as signed numbers.
         let strictness = |answer: u32| (answer & 0xffff_0000).cast_signed();
-        answers
+        let answer = answers
             .reduce(|a, b| if strictness(b) < strictness(a) { b } else { a })
-            .unwrap_or(ALLOWED)
+            .unwrap_or(ALLOW);
+        let spec = Spec::from_json(json!({"linux": {"seccomp": profile}}));
+        let joined = joined(&spec).unwrap();
+        let same = joined.map_or(ALLOW, |p| run(&p, number, [first, 0, 0, 0, 0, 0]));
+        assert_eq!(same, answer, "{call} in one program");
+        answer
     }
-    const ALLOWED: u32 = 0x7fff_0000;
     const ERRNO: u32 = 0x0005_0000;
 
     #[test]
@@ -340,11 +391,11 @@ mod tests {
             ]
         });
         for (call, first, want) in [
-            ("read", 0, ALLOWED),
-            ("personality", 8, ALLOWED),
-            ("personality", 0, ALLOWED),
+            ("read", 0, ALLOW),
+            ("personality", 8, ALLOW),
+            ("personality", 0, ALLOW),
             ("personality", 1, ERRNO | 1),
-            ("clone", 0x11, ALLOWED),
+            ("clone", 0x11, ALLOW),
             ("clone", 0x0200_0000, ERRNO | 1),
             ("clone3", 0, ERRNO | 38),
             ("reboot", 0, 0x8000_0000),
@@ -356,7 +407,7 @@ mod tests {
         }
         let open = json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["mount"], "action": "SCMP_ACT_ERRNO"}]});
         assert_eq!(answer(&open, "mount", 0), ERRNO | 1);
-        assert_eq!(answer(&open, "read", 0), ALLOWED);
+        assert_eq!(answer(&open, "read", 0), ALLOW);
         assert_eq!(
             compile(&json!({"defaultAction": "SCMP_ACT_ALLOW"})),
             Ok(vec![])
