@@ -209,6 +209,7 @@ fn memory_leaves_and_comes_back() {
     memory[7 << 20] ^= 1;
     bring_back(&copier, &library, &mut memory);
     common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
+    machine.kill(&client);
 
     // Frees beside a capture, and questions about memory that is away: the client ends if one fails.
     for gpu in [0, 1] {
@@ -227,9 +228,11 @@ fn memory_leaves_and_comes_back() {
         // What one round allocates.
         let more = machine.held(client.pid)[gpu].saturating_sub(before);
         assert!(more <= 6 << 20, "{more} bytes are not freed");
+        machine.kill(&client);
     }
 
-    // The wait for memory that is freed late is one that other threads see.
+    // The wait for memory that is freed late is one that other threads see. The client allocates all that is free, beside
+    // which no other may run.
     machine.control("set slow-synchronize=100");
     let client = common::preloaded(&mut machine, "--frees-late");
     client.goes_on();

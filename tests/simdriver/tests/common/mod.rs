@@ -206,8 +206,10 @@ impl Client {
     /// Waits until it ticked on, and checks that no tick was wrong.
     pub fn goes_on(&self) {
         let before = self.ticks();
-        wait_for("the client to go on", || self.ticks() > before + 2);
-        self.is_right();
+        wait_for("the client to go on", || {
+            self.is_right();
+            self.ticks() > before + 2
+        });
     }
 
     pub fn is_right(&self) {
