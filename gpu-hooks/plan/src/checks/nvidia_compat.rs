@@ -133,8 +133,13 @@ impl FoundHost {
 
 /// `MemAvailable`, in bytes.
 pub fn available_memory(host: &Host) -> Option<u64> {
+    meminfo(host, "MemAvailable:")
+}
+
+/// Returns a line of `/proc/meminfo`, in bytes.
+pub fn meminfo(host: &Host, name: &str) -> Option<u64> {
     let text = host.text("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let line = text.lines().find_map(|l| l.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }

@@ -3,7 +3,7 @@
 //! CRIU makes all of that late, and its error names a symptom: that a tmpfs cannot be filled, that a process was killed.
 
 use cryopod_archive::criu::needs::{Port, Protocol, RestoreNeeds};
-use cryopod_gpu_plan::checks::nvidia_compat::memory_limit;
+use cryopod_gpu_plan::checks::nvidia_compat::{meminfo, memory_limit};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
@@ -40,7 +40,7 @@ pub fn lacking(needs: &RestoreNeeds, host: &Host, spec: &Spec) -> Vec<Refusal> {
         );
     }
     if let Some(limit) = memory_limit(spec)
-        && needs.memory > limit.saturating_add(swap(host))
+        && needs.memory > limit.saturating_add(meminfo(host, "SwapTotal:").unwrap_or(0))
     {
         refuse(
             format!(
@@ -71,13 +71,6 @@ pub fn lacking(needs: &RestoreNeeds, host: &Host, spec: &Spec) -> Vec<Refusal> {
         }
     }
     all
-}
-
-fn swap(host: &Host) -> u64 {
-    let text = host.text("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|l| l.strip_prefix("SwapTotal:"));
-    let kib = line.and_then(|l| l.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map_or(0, |kib| kib.saturating_mul(1024))
 }
 
 /// The ports of this thread's network namespace that are in use.

@@ -71,7 +71,7 @@ pub(super) fn plan(
     let low = &request.ctx.low.path;
     let low_version = criu::version_line(&request.tools, low, request.tool_limit());
     let labels = surroundings::labels(&request.spec);
-    for warning in lsm::warnings(&request.host, &metadata.lsm) {
+    for warning in lsm::warnings(&request.host, &metadata.lsm, &labels) {
         tracing::warn!("{warning}");
     }
     let mut provision = surroundings::restore(request, metadata, &chosen, op)?;
@@ -90,7 +90,6 @@ pub(super) fn plan(
         limit,
     })?;
     let mut beyond = std::mem::take(&mut decoded.refusals);
-    beyond.extend(lsm::unloaded(&request.host, &metadata.lsm, &labels));
     let criu = criu.ok_or_else(no_criu)?;
     beyond.extend(compressed::refusal(decoded.is_compressed, &criu));
     if let Some(needs) = &decoded.needs {

@@ -34,7 +34,7 @@ const REMEDIES: [(&str, &str); 9] = [
     ),
     (
         "Cannot assign requested address",
-        "the container had another address: give it the same, or restore with tcp-close",
+        "the container had another address: give it the same",
     ),
     (
         " killed by signal 9",
@@ -261,7 +261,8 @@ pub fn describe(
 
 /// Returns what to do about this failure, as the end of its sentence.
 pub fn remedy(why: &str) -> Option<&'static str> {
-    let known = REMEDIES.iter().find(|(error, _)| why.contains(error));
+    let (_, of_criu) = why.split_once("CRIU: ")?;
+    let known = REMEDIES.iter().find(|(error, _)| of_criu.contains(error));
     known.map(|(_, remedy)| *remedy)
 }
 

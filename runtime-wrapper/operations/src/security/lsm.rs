@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use cryopod_archive::container::surroundings::LsmFacts;
-use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 
 const MAX_LOG: u64 = 64 << 20;
@@ -43,44 +42,36 @@ fn active(host: &Host) -> Vec<&'static str> {
     found
 }
 
-/// crun and runc pass "unconfined" to the kernel for none.
-fn confines(name: &&String) -> bool {
-    name.as_str() != "unconfined"
-}
-
-/// Refuses a restore under an AppArmor profile that is not loaded: the new spec's, or the recorded one.
-pub fn unloaded(host: &Host, recorded: &LsmFacts, now: &LsmFacts) -> Option<Refusal> {
-    let name = now.apparmor.as_ref().or(recorded.apparmor.as_ref());
-    // `A//&B` is two.
-    let name = name.filter(confines).filter(|name| !name.contains("//&"))?;
-    if !active(host).contains(&"AppArmor") {
-        return None;
-    }
-    let loaded = host.text("/sys/kernel/security/apparmor/profiles").ok()?;
-    // One profile a line, `NAME (enforce)`.
-    let mut names = loaded.lines().filter_map(|line| line.rsplit_once(" ("));
-    (!names.any(|(loaded, _)| loaded == name)).then(|| {
-        Refusal::new(
-            format!("the container's AppArmor profile {name} is not loaded on this host"),
-            "load it (apparmor_parser -r), or start the container with another (podman: --security-opt apparmor=NAME)",
-        )
-    })
-}
-
-/// Returns what a checkpoint's labels need and this host lacks, where the restore works without.
-pub fn warnings(host: &Host, recorded: &LsmFacts) -> Vec<String> {
+/// Returns what a checkpoint's labels need and this host lacks. CRIU restores the processes under the recorded profile,
+/// or under the new spec's where that names another.
+pub fn warnings(host: &Host, recorded: &LsmFacts, now: &LsmFacts) -> Vec<String> {
     let mut warnings = Vec::new();
-    if let Some(name) = recorded.apparmor.as_ref().filter(confines)
-        && !active(host).contains(&"AppArmor")
-    {
-        warnings.push(format!(
-            "the container ran under the AppArmor profile {name}, and this host has no AppArmor: nothing confines the restored one"
-        ));
+    let modules = active(host);
+    let mut warn = |what: String| warnings.push(what);
+    // crun and runc pass "unconfined" to the kernel for none.
+    let confined = |name: &&String| name.as_str() != "unconfined";
+    let profile = recorded.apparmor.as_ref().and(now.apparmor.as_ref());
+    if let Some(name) = profile.or(recorded.apparmor.as_ref()).filter(confined) {
+        let loaded = host.text("/sys/kernel/security/apparmor/profiles");
+        // One profile a line, `NAME (enforce)`.
+        let has = |text: &String| {
+            let mut lines = text.lines();
+            lines.any(|l| l.rsplit_once(" (").is_some_and(|(n, _)| n == name))
+        };
+        if !modules.contains(&"AppArmor") {
+            warn(format!(
+                "the container ran under the AppArmor profile {name}, and this host has no AppArmor: nothing confines the restored one"
+            ));
+        } else if loaded.as_ref().is_ok_and(|text| !has(text)) {
+            warn(format!(
+                "the container's AppArmor profile {name} is not loaded on this host, and the restore will fail on it; load it (apparmor_parser -r), or start the container with another (podman: --security-opt apparmor=NAME)"
+            ));
+        }
     }
     if let Some(label) = &recorded.selinux
         && !host.is_dir("/sys/fs/selinux")
     {
-        warnings.push(format!(
+        warn(format!(
             "the container ran under the SELinux label {label}, and this host has no SELinux: nothing confines the restored one"
         ));
     }
@@ -145,11 +136,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
         let none = LsmFacts::default();
-        let told = |recorded: &LsmFacts, now: &LsmFacts| {
-            let refused = unloaded(&host, recorded, now).map(|r| r.what);
-            let all = warnings(&host, recorded).into_iter().chain(refused);
-            all.collect::<Vec<_>>().join("; ")
-        };
+        let told = |recorded: &LsmFacts, now: &LsmFacts| warnings(&host, recorded, now).join("; ");
         assert_eq!(told(&none, &none), "");
         assert_eq!(told(&labels("unconfined"), &none), "");
         assert!(told(&labels("a"), &none).contains("profile a, and this host has no AppArmor"));
@@ -161,9 +148,7 @@ mod tests {
         );
         assert_eq!(told(&labels("containers default"), &none), "");
         assert!(told(&labels("a"), &none).contains("profile a is not loaded on this host"));
-        assert!(told(&none, &labels("a")).contains("profile a is not loaded on this host"));
         assert_eq!(told(&labels("a"), &labels("b")), "", "the new one counts");
-        assert_eq!(told(&labels("a"), &labels("unconfined")), "");
         let selinux = LsmFacts {
             selinux: Some("u:r:t".into()),
             ..LsmFacts::default()
