@@ -152,6 +152,13 @@ fn may_be_allowed(
     }
 }
 
+/// Returns the place and the name of a checkpoint that is being written to one.
+pub fn name_of_partial(images: &Path) -> Option<(&Path, &str)> {
+    let number = images.file_name()?.to_str()?;
+    let directory = images.parent().filter(|_| number.starts_with(PARTIAL))?;
+    Some((directory.parent()?, directory.file_name()?.to_str()?))
+}
+
 /// A place that a container names.
 #[derive(Debug, Clone, Copy)]
 pub struct PlaceRequest<'a> {

@@ -1,8 +1,9 @@
 //! Chooses the parent of a new checkpoint: chunks of GPU memory that the parent has are not stored again.
 //!
 //! The annotation `dev.cryopod.parent`, else `vram.parent`, names it, or says `auto`: the newest of this container
-//! beside the image directory. Without either it is the one that the engine names with `--parent-path`, or that one's
-//! own parent: a pre-dump has no GPU memory.
+//! beside the image directory, and in a place the newest of its name, or of the name that is most like it: replicas of
+//! a server hold the same weights. Without either it is the one that the engine names with `--parent-path`, or that
+//! one's own parent: a pre-dump has no GPU memory.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ use nix::fcntl::Flock;
 use crate::config::Config;
 use crate::config::vram::check_parent;
 use crate::error::Error;
-use crate::images::place::prune;
+use crate::images::place::{self, prune};
 use crate::request::argv::Invocation;
 
 /// The annotation that overrides `vram.parent`.
@@ -45,7 +46,10 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     let wish = wish.or(config.vram.parent.as_deref()).map(str::trim);
     let directory = match wish {
         Some("off") => None,
-        Some("auto") => newest_beside(&images, &inv.id),
+        Some("auto") => match place::name_of_partial(&images) {
+            Some((place, name)) => newest_in_place(place, name),
+            None => newest_beside(&images, &inv.id),
+        },
         Some(path) => {
             check_parent(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
@@ -129,11 +133,40 @@ fn present(path: &Path) -> Option<PathBuf> {
 
 /// Returns the newest complete checkpoint of the container in the directories beside its image directory.
 fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(images.parent()?).ok()?;
-    let mut found: Vec<(SystemTime, PathBuf)> = entries
-        .flatten()
+    let mut found = complete_in(images.parent()?);
+    found.retain(|(_, path)| path != images);
+    found.sort();
+    let newest_first = found.into_iter().rev().map(|(_, path)| path);
+    first_with_vram(newest_first, |metadata| metadata.container.id == id)
+}
+
+/// Returns the newest complete checkpoint of the name in the place. If it has none, that of another name: of those whose
+/// beginning has the most letters in common with this one, the newest.
+fn newest_in_place(place: &Path, name: &str) -> Option<PathBuf> {
+    let directories = std::fs::read_dir(place).ok()?.flatten().take(MAX_SIBLINGS);
+    let mut found: Vec<_> = directories
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .flat_map(|entry| {
+            let other = entry.file_name();
+            let other = other.as_encoded_bytes();
+            let pairs = name.bytes().zip(other.iter().copied());
+            let likeness = pairs.take_while(|(a, b)| a == b).count();
+            let likeness = (other == name.as_bytes(), likeness);
+            let complete = complete_in(&entry.path()).into_iter();
+            complete.map(move |(made, path)| (likeness, made, path))
+        })
         .take(MAX_SIBLINGS)
-        .filter(|entry| entry.path() != images)
+        .collect();
+    found.sort();
+    let best_first = found.into_iter().rev().map(|(_, _, path)| path);
+    first_with_vram(best_first, |_| true)
+}
+
+/// Returns the complete checkpoints in a directory, and when each was written.
+fn complete_in(directory: &Path) -> Vec<(SystemTime, PathBuf)> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .take(MAX_SIBLINGS)
         // What a place has set aside as damaged, or is not complete.
         .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
         .filter_map(|entry| {
@@ -141,19 +174,19 @@ fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
             let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;
             Some((made, entry.path()))
         })
-        .collect();
-    found.sort();
-    let of_this = |path: &PathBuf| {
-        Metadata::open(path)
-            .ok()
-            .flatten()
-            .is_some_and(|metadata| metadata.container.id == id && metadata.gpu.vram.is_some())
+        .collect()
+}
+
+fn first_with_vram(
+    mut candidates: impl Iterator<Item = PathBuf>,
+    fits: impl Fn(&Metadata) -> bool,
+) -> Option<PathBuf> {
+    let has_vram = |path: &PathBuf| {
+        let metadata = Metadata::open(path).ok().flatten();
+        metadata.is_some_and(|metadata| metadata.gpu.vram.is_some() && fits(&metadata))
     };
-    found
-        .into_iter()
-        .rev()
-        .map(|(_, path)| path)
-        .find(of_this)
+    candidates
+        .find(has_vram)
         .and_then(|path| path.canonicalize().ok())
 }
 
@@ -172,6 +205,8 @@ fn upwards(from: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_archive::metadata::{MetadataSlot, VramFacts};
+    use serde_json::json;
     use std::os::unix::fs::symlink;
 
     #[test]
@@ -192,6 +227,54 @@ mod tests {
         config.vram.parents = vec![at("listed")];
         assert!(of(&config, "listed/deep/1").is_ok());
         assert!(of(&config, "other/1").is_err());
+    }
+
+    #[test]
+    fn a_place_gives_the_newest_of_the_name_or_of_the_one_most_like_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().canonicalize().unwrap();
+        let facts: VramFacts = serde_json::from_value(json!({
+            "digest": "", "bytes": 0, "stored_bytes": 0, "chunk_bytes": 0, "shards": 0, "chunks": 0, "zero": 0,
+            "raw": 0, "lz4": 0, "zstd": 0, "same": 0, "parent": 0,
+        }))
+        .unwrap();
+        let make = |path: &str, age: u64, vram: bool| {
+            let path = place.join(path);
+            std::fs::create_dir_all(&path).unwrap();
+            let mut metadata = Metadata {
+                schema: Metadata::current_schema(),
+                ..Metadata::default()
+            };
+            metadata.gpu.vram = vram.then(|| facts.clone());
+            MetadataSlot::reserve(&path)
+                .unwrap()
+                .commit(&metadata)
+                .unwrap();
+            let file = File::options()
+                .write(true)
+                .open(path.join(names::METADATA));
+            let made = SystemTime::now() - std::time::Duration::from_secs(age);
+            file.unwrap().set_modified(made).unwrap();
+        };
+        let parent_of = |name: &str| {
+            let images = place.join(name).join(".partial-000009");
+            let (place, name) = place::name_of_partial(&images).unwrap();
+            newest_in_place(place, name)
+        };
+        let is = |path: &str| Some(place.join(path));
+        assert_eq!(parent_of("web-1"), None);
+        make("other/000001", 0, true);
+        assert_eq!(parent_of("web-1"), is("other/000001"));
+        make("web-10/000001", 50, true);
+        make("web-2/000001", 60, true);
+        assert_eq!(parent_of("web-3"), is("web-10/000001"), "the newer of two");
+        make("web-1/000001", 90, true);
+        make("web-1/000002", 80, true);
+        make("web-1/000003", 10, false);
+        make("web-1/.damaged-000004", 5, true);
+        make("web-1/.partial-000005", 5, true);
+        assert_eq!(parent_of("web-1"), is("web-1/000002"));
+        assert_eq!(place::name_of_partial(&place.join("web-1/000002")), None);
     }
 
     #[test]
