@@ -6,6 +6,7 @@ pub(crate) mod encryption;
 pub(crate) mod frames;
 pub(crate) mod hash;
 pub(crate) mod lease;
+mod seal;
 pub(crate) mod staging;
 pub(crate) mod stream;
 pub(crate) mod tarread;

@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use age::stream::StreamReader;
-use age::{DecryptError, Decryptor, Encryptor, IdentityFile, ssh, x25519};
+use age::{DecryptError, Decryptor, IdentityFile, ssh, x25519};
 
+use super::seal::SealedWriter;
 use super::stream::{Section, Stream};
 use crate::error::{Bad, Error};
 
@@ -51,8 +52,7 @@ impl Recipients {
         write: impl FnOnce(&mut dyn Write) -> io::Result<T>,
     ) -> io::Result<(T, W)> {
         let recipients = self.0.iter().map(|r| &**r as &dyn age::Recipient);
-        let encryptor = Encryptor::with_recipients(recipients).map_err(io::Error::other)?;
-        let mut stream = encryptor.wrap_output(out)?;
+        let mut stream = SealedWriter::new(recipients, out)?;
         let value = write(&mut stream)?;
         Ok((value, stream.finish()?))
     }
