@@ -9,17 +9,17 @@ use cryopod_archive::metadata::Gpu;
 use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::gpus::gpu::GpuPair;
 use cryopod_cuda::procfs;
-use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume};
+use cryopod_cuda::suspend::{How, SuspendError, Suspended, restores_beside, resume};
 use cryopod_gpu_plan::gpus::inventory;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mapping::gpumap::{self, Choice, Situation, Wish};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_operations::config::Config;
-use cryopod_operations::pause::suspended::SuspendedRecord;
+use cryopod_operations::pause::suspended::{SuspendLock, SuspendedRecord};
 
 use crate::engines::container::Container;
-use crate::gpu_memory::suspend::{RunningContainer, SuspendWork, find, steps};
+use crate::gpu_memory::suspend::{RunningContainer, SuspendWork, locked, steps};
 use crate::terminal::ui;
 
 #[derive(clap::Args)]
@@ -42,40 +42,27 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let (container, record, _lock) = find(&host, &args.container)?;
-    container.is_unpaused(&host, &args.container)?;
-    if let Some(record) = &record {
-        whole(record)?;
-    }
-    let processes = match &record {
-        Some(record) => record.processes.clone(),
-        // Another tool suspended it, or the record is gone.
-        None => container
-            .processes(&host)
-            .into_iter()
-            .map(unknown)
-            .collect(),
-    };
-    let map = map(args, &host, &container, &processes)?;
-    if args.instead_of.is_some() && record.is_none() {
-        bail!("{}: it is not suspended by cryopod", args.container);
-    }
-    let other = args.instead_of.as_deref();
-    if let Some(name) = other
-        && Container::find(&host, name)?.init == container.init
-    {
-        bail!("{name}: it is suspended already, and cannot give way to itself");
-    }
-    let other = other.map(|name| RunningContainer::find(&host, &config, name));
-    let other = other.transpose()?;
-    let mut work = SuspendWork::begin(&config, &host)?;
+    let find = || found(args, &host, &config);
+    let (found, mut work) = SuspendWork::begin_beside(&config, &host, find)?;
+    let FoundContainer {
+        record,
+        processes,
+        map,
+        other,
+        _lock,
+    } = found;
     let directory = record.as_ref().and_then(|record| record.directory.clone());
     let mut how: How = work.how(&config, directory)?;
     how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
     let mut client = work.connect()?;
     if let Some(other) = other {
+        // What is in files is read first.
+        let meanwhile = match &how.directory {
+            Some(_) => Vec::new(),
+            None => restores_beside(&processes, &map, &how, &work.agent.ready.gpus),
+        };
         let said;
-        (said, work, client) = other.suspend(&host, &config, work, client, None)?;
+        (said, work, client) = other.suspend(&host, &config, work, client, None, meanwhile)?;
         if !args.quiet {
             print!("{said}");
         }
@@ -159,6 +146,48 @@ fn whole(record: &SuspendedRecord) -> anyhow::Result<()> {
         directory.display(),
         record.name
     )
+}
+
+struct FoundContainer {
+    record: Option<SuspendedRecord>,
+    processes: Vec<Suspended>,
+    map: Vec<GpuPair>,
+    /// That is to be suspended first.
+    other: Option<RunningContainer>,
+    _lock: SuspendLock,
+}
+
+/// Finds the containers, and checks what can be checked without the driver.
+fn found(args: &Args, host: &Host, config: &Config) -> anyhow::Result<FoundContainer> {
+    let container = Container::find(host, &args.container)?;
+    let (record, lock) = locked(host, &container, &args.container)?;
+    container.is_unpaused(host, &args.container)?;
+    if let Some(record) = &record {
+        whole(record)?;
+    }
+    let processes = match &record {
+        Some(record) => record.processes.clone(),
+        // Another tool suspended it, or the record is gone.
+        None => container.processes(host).into_iter().map(unknown).collect(),
+    };
+    let map = map(args, host, &container, &processes)?;
+    if args.instead_of.is_some() && record.is_none() {
+        bail!("{}: it is not suspended by cryopod", args.container);
+    }
+    let other = args.instead_of.as_deref().map(|name| {
+        let other = Container::find(host, name)?;
+        if other.init == container.init {
+            bail!("{name}: it is suspended already, and cannot give way to itself");
+        }
+        RunningContainer::of(host, config, other, name)
+    });
+    Ok(FoundContainer {
+        record,
+        processes,
+        map,
+        other: other.transpose()?,
+        _lock: lock,
+    })
 }
 
 /// Builds the driver's map; empty if all GPUs stay.

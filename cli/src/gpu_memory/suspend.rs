@@ -4,10 +4,12 @@ use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use cryopod_cuda::exchange::client::Client;
+use cryopod_cuda::messages::protocol::Op;
 use cryopod_cuda::messages::report::GpuUser;
 use cryopod_cuda::preload::Library;
 use cryopod_cuda::sharing::Policy;
@@ -49,13 +51,17 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let container = RunningContainer::find(&host, &config, &args.container)?;
-    // The agent uses it until it ends.
-    let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
-    let work = SuspendWork::begin(&config, &host)?;
+    let find = || {
+        let container = Container::find(&host, &args.container)?;
+        let container = RunningContainer::of(&host, &config, container, &args.container)?;
+        let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
+        Ok((container, directory))
+    };
+    // In this order: the agent uses the directory until it ends.
+    let ((container, directory), work) = SuspendWork::begin_beside(&config, &host, find)?;
     let client = work.connect()?;
     let (said, work, client) =
-        container.suspend(&host, &config, work, client, directory.as_ref())?;
+        container.suspend(&host, &config, work, client, directory.as_ref(), Vec::new())?;
     drop(client);
     work.end();
     if !args.quiet {
@@ -74,9 +80,14 @@ pub struct RunningContainer {
 }
 
 impl RunningContainer {
-    /// Finds it, and checks that the driver can bring back what it has.
-    pub fn find(host: &Host, config: &Config, name: &str) -> anyhow::Result<Self> {
-        let (container, record, lock) = find(host, name)?;
+    /// Locks it, and checks that the driver can bring back what it has.
+    pub fn of(
+        host: &Host,
+        config: &Config,
+        container: Container,
+        name: &str,
+    ) -> anyhow::Result<Self> {
+        let (record, lock) = locked(host, &container, name)?;
         if let Some(record) = record {
             bail!(
                 "{name}: it is suspended already, since {}; its GPU memory is {}; `cryopod resume {name}` brings it back",
@@ -96,7 +107,7 @@ impl RunningContainer {
         })
     }
 
-    /// Suspends it, and returns what to tell. On error the agent has brought it back, or the error says what is left.
+    /// Suspends it, and returns what to tell; the agent does `meanwhile` during the driver's checkpoint. On error the agent has brought it back, or the error says what is left.
     pub fn suspend(
         &self,
         host: &Host,
@@ -104,10 +115,12 @@ impl RunningContainer {
         work: SuspendWork,
         mut client: Client,
         to: Option<&SuspendDirectory>,
+        meanwhile: Vec<Op>,
     ) -> anyhow::Result<(String, SuspendWork, Client)> {
         let name = &self.name;
         let mut how = work.how(config, to.map(|directory| directory.path.clone()))?;
         how.refuse_shared = self.policy == Policy::Refuse;
+        how.meanwhile = meanwhile;
         room(&work.agent, &self.pids)?;
         let started = Instant::now();
         let mut note = |done: &Done| {
@@ -186,18 +199,18 @@ impl RunningContainer {
 /// How long a checkpoint that the container makes periodically may be under way.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Finds the container of this name, and its record if it is suspended. Nobody else suspends or resumes it meanwhile.
-pub fn find(
+/// Returns a container's record if it is suspended. Nobody else suspends or resumes it meanwhile.
+pub fn locked(
     host: &Host,
+    container: &Container,
     name: &str,
-) -> anyhow::Result<(Container, Option<SuspendedRecord>, SuspendLock)> {
-    let container = Container::find(host, name)?;
+) -> anyhow::Result<(Option<SuspendedRecord>, SuspendLock)> {
     let lock = SuspendLock::take(host, container.init, PATIENCE);
     let lock = lock.with_context(|| name.to_owned())?;
     suspended::sweep(host);
     let record = SuspendedRecord::of(host, container.init);
     let record = record.with_context(|| name.to_owned())?;
-    Ok((container, record, lock))
+    Ok((record, lock))
 }
 
 /// Formats the steps and their times.
@@ -231,6 +244,20 @@ impl SuspendWork {
         Ok(Self { agent, op })
     }
 
+    /// Starts the agent, and has another thread find what it is for: each takes a tenth of a second or two.
+    pub fn begin_beside<T: Send>(
+        config: &Config,
+        host: &Host,
+        find: impl FnOnce() -> anyhow::Result<T> + Send,
+    ) -> anyhow::Result<(T, Self)> {
+        thread::scope(|scope| {
+            let found = scope.spawn(find);
+            let work = Self::begin(config, host);
+            let found = found.join();
+            Ok((found.map_err(|_| anyhow!("a thread died"))??, work?))
+        })
+    }
+
     /// Connects to the driver agent.
     pub fn connect(&self) -> anyhow::Result<Client> {
         Client::connect(&self.op.file(SOCKET)).context("the driver agent")
@@ -246,6 +273,7 @@ impl SuspendWork {
             step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
             nccl_quiesce_ms: config.nccl.quiesce_ms(),
             refuse_shared: true,
+            meanwhile: Vec::new(),
             keep: u64::from(config.suspend.keep) << 30,
         })
     }

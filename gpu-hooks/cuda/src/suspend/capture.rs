@@ -43,6 +43,7 @@ pub(super) fn checkpoint(
             "checkpoint",
             threads,
             &op,
+            &how.meanwhile,
             &mut released,
             &mut attendant,
         )

@@ -17,7 +17,7 @@ pub use preload::recover;
 use crate::exchange::client::{Client, ClientError};
 use crate::exchange::{Attendant, ExchangeError, exchange};
 use crate::gpus::gpu::{GpuPair, GpuUuid, mapped};
-use crate::messages::protocol::{Op, Outcome, ProcessState, QUERY_MS, Reply};
+use crate::messages::protocol::{AgentGpu, Op, Outcome, ProcessState, QUERY_MS, Reply};
 use crate::preload::Library;
 use crate::preload::nccl::Group;
 use crate::procfs;
@@ -61,6 +61,8 @@ pub struct How {
     pub refuse_shared: bool,
     /// Host memory for the copies that stay with processes after a resume, in bytes, of all processes of this host.
     pub keep: u64,
+    /// What the agent does during the driver's checkpoint: [`restores_beside`]. If it fails, the resume does it.
+    pub meanwhile: Vec<Op>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -184,6 +186,41 @@ pub fn suspend(
     }
     leave(client, &done, note)?;
     Ok(done)
+}
+
+/// GPU memory that must stay unused beside what processes are given meanwhile, in bytes.
+const SPARE: u64 = 1 << 30;
+
+/// Returns the driver's restores of suspended processes that need not wait until another container has made room: most of
+/// their memory belongs to the preload library, and comes back at the resume. What the driver has of it fits beside all
+/// that is in use, so that the other container comes back, too, if it cannot be suspended.
+pub fn restores_beside(
+    processes: &[Suspended],
+    gpu_map: &[GpuPair],
+    how: &How,
+    gpus: &[AgentGpu],
+) -> Vec<Op> {
+    let of_driver = |p: &Suspended| -> u64 {
+        let buffers = p.buffers.iter().filter(|buffer| !buffer.preload);
+        buffers.map(|buffer| buffer.bytes).sum()
+    };
+    let needed: u64 = processes.iter().map(of_driver).sum();
+    let fits = |uuid: GpuUuid| {
+        let gpu = gpus.iter().find(|gpu| gpu.uuid == uuid);
+        let free = gpu.and_then(|gpu| gpu.free_memory);
+        free.is_some_and(|free| free >= needed.saturating_add(SPARE))
+    };
+    let used = || processes.iter().flat_map(|p| &p.gpus);
+    let all = |p: &Suspended| p.has_preload() && is_alive(&p);
+    if !processes.iter().all(all) || !used().all(|gpu| fits(mapped(*gpu, gpu_map))) {
+        return Vec::new();
+    }
+    let restore = |p: &Suspended| Op::Restore {
+        pid: p.pid,
+        gpu_map: gpu_map.to_vec(),
+        limit_ms: how.step_timeout_ms,
+    };
+    processes.iter().map(restore).collect()
 }
 
 /// Locks the CUDA processes among `pids`: their CUDA calls wait until [`resume`]. `note` as for [`suspend`]. On error
@@ -511,24 +548,29 @@ fn all(
     threads: &Threads,
     op: &dyn Fn(i32) -> Op,
 ) -> Result<(u64, Vec<(i32, Outcome)>), SuspendError> {
-    all_attended(client, name, threads, op, &mut [], &mut ())
+    all_attended(client, name, threads, op, &[], &mut [], &mut ())
 }
 
-/// The same while the drivers' threads are released.
+/// The same while the drivers' threads are released, and with what the agent is to do meanwhile, whether or not it can.
 fn all_attended(
     client: &mut Client,
     name: &'static str,
     threads: &Threads,
     op: &dyn Fn(i32) -> Op,
+    meanwhile: &[Op],
     released: &mut [Released],
     attendant: &mut dyn Attendant,
 ) -> Result<(u64, Vec<(i32, Outcome)>), SuspendError> {
-    let ops = threads.iter().map(|(pid, _)| op(*pid)).collect();
+    let ops = threads.iter().map(|(pid, _)| op(*pid));
+    let ops = ops.chain(meanwhile.iter().cloned()).collect();
     let replies = exchange(client, ops, released, attendant).map_err(|error| match error {
         ExchangeError::Agent(error) => SuspendError::Agent(error),
         ExchangeError::Fault { pid, .. } => step(name, pid, error),
         other => SuspendError::Files(other.to_string()),
     })?;
+    for reply in replies.iter().skip(threads.len()) {
+        tracing::debug!("meanwhile: {:?} in {} us", reply.outcome, reply.micros);
+    }
     let (mut slowest, mut answers) = (0, Vec::new());
     for ((pid, _), reply) in threads.iter().zip(replies) {
         slowest = slowest.max(reply.micros);

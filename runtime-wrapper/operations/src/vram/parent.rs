@@ -250,9 +250,7 @@ mod tests {
                 .unwrap()
                 .commit(&metadata)
                 .unwrap();
-            let file = File::options()
-                .write(true)
-                .open(path.join(names::METADATA));
+            let file = File::options().write(true).open(path.join(names::METADATA));
             let made = SystemTime::now() - std::time::Duration::from_secs(age);
             file.unwrap().set_modified(made).unwrap();
         };

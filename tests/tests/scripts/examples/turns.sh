@@ -17,6 +17,13 @@ check 'instead of itself, suspended: refused' refused 'it is suspended already' 
 # The agent dies when one is away and the other not yet back: either comes back.
 pod rename job other
 run_rootfs --mib 100 --chunk-mib 20 --gpus 0
+/opt/build/cusim-ctl --socket "$sim" set fail-checkpoint:1 > /dev/null
+check 'it cannot give way: it runs on' refused 'not suspended, and it runs on' env CRYOPOD_LOG=debug cryopod resume --instead-of job other
+check 'it cannot give way: the driver has restored the other one' grep -q 'meanwhile: Done' /tmp/said
+clear_switches
+check 'it cannot give way: it goes on' goes_on
+check 'it cannot give way: the other comes back' does cryopod resume other
+check 'it cannot give way: and away' does cryopod suspend other
 set_switch hang-restore:1
 does cryopod resume --instead-of job other & resuming=$!
 wait_for hangs_or_ended hang-restore $resuming
