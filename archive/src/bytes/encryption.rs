@@ -12,6 +12,7 @@ use std::sync::Arc;
 use age::stream::StreamReader;
 use age::{DecryptError, Decryptor, IdentityFile, ssh, x25519};
 
+use super::lease::{Lease, Spare};
 use super::seal::SealedWriter;
 use super::stream::{Section, Stream};
 use crate::error::{Bad, Error};
@@ -45,16 +46,18 @@ impl Recipients {
         Ok((!all.is_empty()).then(|| Self(all.into())))
     }
 
-    /// Writes what `write` makes as one stream. Returns its value, and `out` with all of the stream in it.
-    pub(crate) fn encrypt<W: Write, T>(
+    /// Encrypts what `write` makes as one stream, and hands that to `put` in parts.
+    pub(crate) fn encrypt<T>(
         &self,
-        out: W,
+        spare: &Spare,
+        put: impl FnMut(Lease<()>) -> io::Result<()>,
         write: impl FnOnce(&mut dyn Write) -> io::Result<T>,
-    ) -> io::Result<(T, W)> {
+    ) -> io::Result<T> {
         let recipients = self.0.iter().map(|r| &**r as &dyn age::Recipient);
-        let mut stream = SealedWriter::new(recipients, out)?;
+        let mut stream = SealedWriter::new(recipients, spare, put)?;
         let value = write(&mut stream)?;
-        Ok((value, stream.finish()?))
+        stream.finish()?;
+        Ok(value)
     }
 }
 

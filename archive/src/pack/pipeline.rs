@@ -24,10 +24,7 @@ use crate::progress::Progress;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes of a piece that encryption hands over: `age` makes 64 KiB, and waking a thread for so little takes longer than
-/// the copy.
-const ENCRYPTED_PIECE: usize = 256 << 10;
-/// Such pieces that encryption may be ahead of writing.
+/// Parts of 256 KiB that encryption may be ahead of writing.
 const ENCRYPTED_AHEAD: usize = 4;
 /// Up to this level speed counts more than size.
 const FAST_LEVEL: i32 = 3;
@@ -204,53 +201,6 @@ impl StreamFormat<'static> {
     };
 }
 
-/// Hands what is encrypted to the thread that writes it: for one large file both are slower than all else.
-struct ToWriter {
-    pieces: Sender<hash::SharedBytes>,
-    spare: Spare,
-    piece: Lease<()>,
-}
-
-impl ToWriter {
-    fn new(pieces: Sender<hash::SharedBytes>, spare: Spare) -> Self {
-        let piece = empty(&spare);
-        Self {
-            pieces,
-            spare,
-            piece,
-        }
-    }
-}
-
-fn empty(spare: &Spare) -> Lease<()> {
-    let mut piece = spare.lease(());
-    piece.clear();
-    piece
-}
-
-impl Write for ToWriter {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        let room = ENCRYPTED_PIECE - self.piece.len();
-        let n = data.len().min(room);
-        self.piece.reserve_exact(room);
-        self.piece.extend_from_slice(&data[..n]);
-        if self.piece.len() == ENCRYPTED_PIECE {
-            self.flush()?;
-        }
-        Ok(n)
-    }
-
-    /// Hands over what there is, a whole piece or less.
-    fn flush(&mut self) -> io::Result<()> {
-        if self.piece.is_empty() {
-            return Ok(());
-        }
-        let piece = std::mem::replace(&mut self.piece, empty(&self.spare));
-        let sent = self.pieces.send(Arc::new(piece));
-        sent.map_err(|_| io::ErrorKind::BrokenPipe.into())
-    }
-}
-
 enum PackedPiece {
     Plain(Arc<PoolChunk>),
     Coming(Receiver<io::Result<PackedOutput>>),
@@ -319,8 +269,12 @@ impl Pool<'_> {
         let (to_write, encrypted) = bounded(ENCRYPTED_AHEAD);
         thread::scope(|scope| {
             let write = |out: &mut dyn Write| self.write_pieces(pieces, false, out);
-            let to_write = ToWriter::new(to_write, self.encrypted.clone());
-            let made = scope.spawn(move || recipients.encrypt(to_write, write)?.1.flush());
+            // For one large file encryption and writing are both slower than all else: each has a thread.
+            let put = move |sealed| {
+                let sent = to_write.send(Arc::new(sealed) as hash::SharedBytes);
+                sent.map_err(|_| io::ErrorKind::BrokenPipe.into())
+            };
+            let made = scope.spawn(move || recipients.encrypt(&self.encrypted, put, write));
             let written = encrypted.iter().try_for_each(|piece| {
                 bytes += (*piece).as_ref().len() as u64;
                 out.write_all((*piece).as_ref())?;
@@ -330,7 +284,7 @@ impl Pool<'_> {
             // If writing failed, it is the cause of the other's error.
             drop(encrypted);
             let made = made.join().map_err(|_| panicked())?;
-            written.and(made)
+            written.and(made.map(drop))
         })?;
         out.flush()?;
         Ok((bytes, Some(digest.finish()?)))

@@ -205,7 +205,8 @@ fn upwards(from: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_archive::metadata::{MetadataSlot, VramFacts};
+    use cryopod_archive::metadata::MetadataSlot;
+    use cryopod_archive::vram::VramFacts;
     use serde_json::json;
     use std::os::unix::fs::symlink;
 
