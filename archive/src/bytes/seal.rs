@@ -98,8 +98,8 @@ impl<'s, F: FnMut(Lease<()>) -> io::Result<()>> SealedWriter<'s, F> {
         self.number += 1;
         self.open = self.part.len();
         if is_last || self.open >= PART {
-            (self.put)(std::mem::replace(&mut self.part, empty(self.spare)))?;
             self.open = 0;
+            (self.put)(std::mem::replace(&mut self.part, empty(self.spare)))?;
         }
         Ok(())
     }
@@ -166,9 +166,6 @@ mod tests {
                 stream.read_to_end(&mut found).unwrap();
                 assert!(found == data, "{len} bytes");
             }
-            let by_age = age::encrypt(&one.to_public(), &data).unwrap();
-            let one_more = age::encrypt(&other.to_public(), &[]).unwrap().len();
-            assert!(by_age.len() < file.len() && file.len() < by_age.len() + one_more);
         }
     }
 }

@@ -558,16 +558,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Paths from one directory to another: relative to its parent directory, and absolute.
+/// Paths from one directory to another: relative where they have the parent in common or, as two names of a place, its
+/// parent; and absolute.
 fn places(from: &Path, to: &Path) -> Vec<String> {
     let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize()) else {
         return Vec::new();
     };
-    let beside = match (from.parent(), to.parent(), to.file_name()) {
-        (Some(a), Some(b), Some(name)) if a == b => Some(Path::new("..").join(name)),
-        _ => None,
-    };
-    let all = beside.into_iter().chain([to]);
+    let common = from.ancestors().skip(1).take(2).zip(["..", "../.."]);
+    let mut relative = common.filter_map(|(above, up)| {
+        let below = to.strip_prefix(above).ok()?;
+        (!below.as_os_str().is_empty()).then(|| Path::new(up).join(below))
+    });
+    let all = relative.next().into_iter().chain([to.clone()]);
     all.filter_map(|path| path.into_os_string().into_string().ok())
         .collect()
 }

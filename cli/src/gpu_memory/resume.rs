@@ -42,15 +42,15 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let find = || found(args, &host, &config);
-    let (found, mut work) = SuspendWork::begin_beside(&config, &host, find)?;
     let FoundContainer {
         record,
         processes,
         map,
         other,
         _lock,
-    } = found;
+    } = found(args, &host, &config)?;
+    // Once nobody else suspends or resumes them: what the agent is told of memory stays true.
+    let mut work = SuspendWork::begin(&config, &host)?;
     let directory = record.as_ref().and_then(|record| record.directory.clone());
     let mut how: How = work.how(&config, directory)?;
     how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         // What is in files is read first.
         let meanwhile = match &how.directory {
             Some(_) => Vec::new(),
-            None => restores_beside(&processes, &map, &how, &work.agent.ready.gpus),
+            None => restores_beside(&processes, &map, &work.agent.ready.gpus),
         };
         let said;
         (said, work, client) = other.suspend(&host, &config, work, client, None, meanwhile)?;

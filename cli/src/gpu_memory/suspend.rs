@@ -4,10 +4,9 @@ use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::messages::protocol::Op;
 use cryopod_cuda::messages::report::GpuUser;
@@ -51,14 +50,11 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let find = || {
-        let container = Container::find(&host, &args.container)?;
-        let container = RunningContainer::of(&host, &config, container, &args.container)?;
-        let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
-        Ok((container, directory))
-    };
-    // In this order: the agent uses the directory until it ends.
-    let ((container, directory), work) = SuspendWork::begin_beside(&config, &host, find)?;
+    let container = Container::find(&host, &args.container)?;
+    let container = RunningContainer::of(&host, &config, container, &args.container)?;
+    // The agent uses it until it ends.
+    let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
+    let work = SuspendWork::begin(&config, &host)?;
     let client = work.connect()?;
     let (said, work, client) =
         container.suspend(&host, &config, work, client, directory.as_ref(), Vec::new())?;
@@ -242,20 +238,6 @@ impl SuspendWork {
         let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
         let agent = RunningAgent::of_operation(config, &found, &op)?;
         Ok(Self { agent, op })
-    }
-
-    /// Starts the agent, and has another thread find what it is for: each takes a tenth of a second or two.
-    pub fn begin_beside<T: Send>(
-        config: &Config,
-        host: &Host,
-        find: impl FnOnce() -> anyhow::Result<T> + Send,
-    ) -> anyhow::Result<(T, Self)> {
-        thread::scope(|scope| {
-            let found = scope.spawn(find);
-            let work = Self::begin(config, host);
-            let found = found.join();
-            Ok((found.map_err(|_| anyhow!("a thread died"))??, work?))
-        })
     }
 
     /// Connects to the driver agent.

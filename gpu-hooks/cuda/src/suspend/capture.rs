@@ -15,6 +15,7 @@ pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
     how: &How,
+    meanwhile: &[Op],
     left_out: &mut Option<String>,
 ) -> Result<(Vec<Captured>, u64), SuspendError> {
     let start = Instant::now();
@@ -43,7 +44,7 @@ pub(super) fn checkpoint(
             "checkpoint",
             threads,
             &op,
-            &how.meanwhile,
+            meanwhile,
             &mut released,
             &mut attendant,
         )

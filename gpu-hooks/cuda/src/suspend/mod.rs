@@ -165,7 +165,13 @@ pub fn suspend(
         done.steps.insert(0, ("prepare", micros));
     }
     lock_all(client, threads, how, &mut done)?;
-    let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
+    // There is room for more when this one has let go of its memory.
+    let meanwhile = match out.is_empty() {
+        true => &[],
+        false => &how.meanwhile[..],
+    };
+    let left_out = &mut done.left_out;
+    let (captured, micros) = capture::checkpoint(client, threads, how, meanwhile, left_out)?;
     done.steps.push(("checkpoint", micros));
     let preloaded = out.iter();
     let preloaded = preloaded.map(|one| (one.pid, VramBuffer::of_preload(one.bytes)));
@@ -191,34 +197,38 @@ pub fn suspend(
 /// GPU memory that must stay unused beside what processes are given meanwhile, in bytes.
 const SPARE: u64 = 1 << 30;
 
+/// How long the other container, which may be running, waits for such a restore.
+const MEANWHILE_MS: u64 = 20_000;
+
 /// Returns the driver's restores of suspended processes that need not wait until another container has made room: most of
 /// their memory belongs to the preload library, and comes back at the resume. What the driver has of it fits beside all
 /// that is in use, so that the other container comes back, too, if it cannot be suspended.
-pub fn restores_beside(
-    processes: &[Suspended],
-    gpu_map: &[GpuPair],
-    how: &How,
-    gpus: &[AgentGpu],
-) -> Vec<Op> {
+pub fn restores_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[AgentGpu]) -> Vec<Op> {
     let of_driver = |p: &Suspended| -> u64 {
         let buffers = p.buffers.iter().filter(|buffer| !buffer.preload);
         buffers.map(|buffer| buffer.bytes).sum()
     };
     let needed: u64 = processes.iter().map(of_driver).sum();
-    let fits = |uuid: GpuUuid| {
-        let gpu = gpus.iter().find(|gpu| gpu.uuid == uuid);
-        let free = gpu.and_then(|gpu| gpu.free_memory);
+    let used = processes.iter().flat_map(|p| &p.gpus);
+    let used: BTreeSet<GpuUuid> = used.map(|gpu| mapped(*gpu, gpu_map)).collect();
+    let all_may_be = processes.iter().any(|p| p.gpus.is_empty());
+    let concerns = |gpu: &&AgentGpu| all_may_be || used.contains(&gpu.uuid);
+    let fits = |gpu: &AgentGpu| {
+        let free = gpu.free_memory;
         free.is_some_and(|free| free >= needed.saturating_add(SPARE))
     };
-    let used = || processes.iter().flat_map(|p| &p.gpus);
-    let all = |p: &Suspended| p.has_preload() && is_alive(&p);
-    if !processes.iter().all(all) || !used().all(|gpu| fits(mapped(*gpu, gpu_map))) {
+    // Without a buffer of the driver's nobody knows how much it has.
+    let is_known = |p: &Suspended| {
+        let has_driver = p.buffers.iter().any(|buffer| !buffer.preload);
+        p.has_preload() && has_driver && is_alive(&p)
+    };
+    if !processes.iter().all(is_known) || !gpus.iter().filter(concerns).all(fits) {
         return Vec::new();
     }
     let restore = |p: &Suspended| Op::Restore {
         pid: p.pid,
         gpu_map: gpu_map.to_vec(),
-        limit_ms: how.step_timeout_ms,
+        limit_ms: MEANWHILE_MS,
     };
     processes.iter().map(restore).collect()
 }

@@ -261,14 +261,16 @@ impl Place {
         Ok(newest_first.collect())
     }
 
-    /// Takes its name from a damaged checkpoint, unless it is in use. Returns where it is now.
+    /// Takes its name from a damaged checkpoint, unless it is in use, or another builds upon its GPU memory. Returns where it
+    /// is now.
     pub fn set_aside(&self, checkpoint: &Path) -> PathBuf {
         let name = checkpoint.file_name().unwrap_or_default();
         let aside = self
             .directory
             .join(format!("{DAMAGED}{}", name.to_string_lossy()));
         let in_use = matches!(lock_file(&checkpoint.join(names::METADATA)), Ok(None));
-        match in_use || fs::rename(checkpoint, &aside).is_err() {
+        let stays = in_use || self.is_needed(checkpoint).unwrap_or(true);
+        match stays || fs::rename(checkpoint, &aside).is_err() {
             true => checkpoint.to_owned(),
             false => aside,
         }

@@ -1,8 +1,8 @@
 //! Chooses the parent of a new checkpoint: chunks of GPU memory that the parent has are not stored again.
 //!
 //! The annotation `dev.cryopod.parent`, else `vram.parent`, names it, or says `auto`: the newest of this container
-//! beside the image directory, and in a place the newest of its name, or of the name that is most like it: replicas of
-//! a server hold the same weights. Without either it is the one that the engine names with `--parent-path`, or that
+//! beside the image directory, and in a place the newest of its name, or a whole one of the name that begins most like it:
+//! replicas of a server hold the same weights. Without either it is the one that the engine names with `--parent-path`, or that
 //! one's own parent: a pre-dump has no GPU memory.
 
 use std::fs::File;
@@ -26,6 +26,8 @@ use crate::request::argv::Invocation;
 pub const ANNOTATION: &str = "dev.cryopod.parent";
 /// A checkpoint with so many ancestors is made whole instead: a restore needs all of them.
 const LONGEST: usize = 64;
+/// The most candidates of which one is to be usable.
+const TRIES: usize = 4;
 /// The most directories beside the image directory that are searched.
 const MAX_SIBLINGS: usize = 100_000;
 
@@ -39,17 +41,14 @@ pub struct HeldParent {
 /// Returns the parent of this checkpoint; `None`: this one is whole.
 ///
 /// # Errors
-/// [`Error::Failed`]: it exists and cannot be used. Nothing was touched.
+/// [`Error::Failed`]: it is named, exists and cannot be used. Nothing was touched.
 pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<HeldParent>, Error> {
     let images = std::path::absolute(inv.image_path()).map_err(Error::io("the image directory"))?;
     let wish = spec.annotation(ANNOTATION);
     let wish = wish.or(config.vram.parent.as_deref()).map(str::trim);
     let directory = match wish {
         Some("off") => None,
-        Some("auto") => match place::name_of_partial(&images) {
-            Some((place, name)) => newest_in_place(place, name),
-            None => newest_beside(&images, &inv.id),
-        },
+        Some("auto") => return Ok(automatic(config, &images, &inv.id)),
         Some(path) => {
             check_parent(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
@@ -68,26 +67,45 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     let Some(directory) = directory else {
         return Ok(None);
     };
-    let unusable = |what: String| {
+    usable(config, &images, &directory).map_err(|what| {
         Error::untouched(format!(
             "{}: this checkpoint cannot build upon that one: {what}; {ANNOTATION}=off makes a whole one",
             directory.display()
         ))
+    })
+}
+
+/// Returns the first that can be used. Nobody has named one: a damaged one keeps no checkpoint from being made.
+fn automatic(config: &Config, images: &Path, id: &str) -> Option<HeldParent> {
+    let candidates = match place::name_of_partial(images) {
+        Some((place, name)) => newest_in_place(place, name),
+        None => newest_beside(images, id),
     };
+    candidates.into_iter().find_map(|directory| {
+        usable(config, images, &directory).unwrap_or_else(|what| {
+            let directory = directory.display();
+            tracing::warn!("{directory}: this checkpoint does not build upon that one: {what}");
+            None
+        })
+    })
+}
+
+/// Holds a parent; `None` if it has no GPU memory, is being removed, or has too many ancestors.
+fn usable(config: &Config, images: &Path, directory: &Path) -> Result<Option<HeldParent>, String> {
     if images
         .canonicalize()
         .is_ok_and(|images| images == directory || directory.starts_with(&images))
     {
-        return Err(unusable("it is the directory that would be written".into()));
+        return Err("it is the directory that would be written".into());
     }
-    let lock = match prune::hold(&directory) {
+    let lock = match prune::hold(directory) {
         Ok(lock) => lock,
         Err(why) => {
             tracing::info!("{why}: this checkpoint is whole");
             return Ok(None);
         }
     };
-    let metadata = Metadata::open(&directory).map_err(|e| unusable(e.to_string()))?;
+    let metadata = Metadata::open(directory).map_err(|e| e.to_string())?;
     let Some(facts) = metadata.and_then(|metadata| metadata.gpu.vram) else {
         tracing::info!(
             "{}: no GPU memory to build upon: this checkpoint is whole",
@@ -95,16 +113,16 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
         );
         return Ok(None);
     };
-    let digest = facts.digest.parse::<ChunkDigest>().map_err(unusable)?;
-    let depth = Vram::check(&directory, Some(digest), &config.search());
-    let depth = depth.map_err(|e| unusable(e.to_string()))?;
-    let depth = depth.ok_or_else(|| unusable(format!("{} is missing", names::VRAM_INDEX)))?;
+    let digest = facts.digest.parse::<ChunkDigest>()?;
+    let depth = Vram::check(directory, Some(digest), &config.search());
+    let depth = depth.map_err(|e| e.to_string())?;
+    let depth = depth.ok_or_else(|| format!("{} is missing", names::VRAM_INDEX))?;
     if depth + 1 >= LONGEST {
         tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
         return Ok(None);
     }
     let parent = VramParent {
-        directory,
+        directory: directory.to_owned(),
         digest: facts.digest,
     };
     Ok(Some(HeldParent { parent, lock }))
@@ -131,35 +149,48 @@ fn present(path: &Path) -> Option<PathBuf> {
     found
 }
 
-/// Returns the newest complete checkpoint of the container in the directories beside its image directory.
-fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
-    let mut found = complete_in(images.parent()?);
+/// Returns the complete checkpoints of the container in the directories beside its image directory, the newest first.
+fn newest_beside(images: &Path, id: &str) -> Vec<PathBuf> {
+    let mut found = images.parent().map(complete_in).unwrap_or_default();
     found.retain(|(_, path)| path != images);
     found.sort();
     let newest_first = found.into_iter().rev().map(|(_, path)| path);
-    first_with_vram(newest_first, |metadata| metadata.container.id == id)
+    with_vram(newest_first, |metadata| metadata.container.id == id)
 }
 
-/// Returns the newest complete checkpoint of the name in the place. If it has none, that of another name: of those whose
-/// beginning has the most letters in common with this one, the newest.
-fn newest_in_place(place: &Path, name: &str) -> Option<PathBuf> {
-    let directories = std::fs::read_dir(place).ok()?.flatten().take(MAX_SIBLINGS);
-    let mut found: Vec<_> = directories
+/// Returns the complete checkpoints of the name in the place, the newest first. If there is none, those of other names
+/// that build upon no others, so that many replicas need one: the names that begin most like it first.
+fn newest_in_place(place: &Path, name: &str) -> Vec<PathBuf> {
+    let mut own = complete_in(&place.join(name));
+    own.sort();
+    let own = with_vram(own.into_iter().rev().map(|(_, path)| path), |_| true);
+    if !own.is_empty() {
+        return own;
+    }
+    let entries = std::fs::read_dir(place).into_iter().flatten().flatten();
+    let mut found: Vec<_> = entries
+        .take(MAX_SIBLINGS)
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
-        .flat_map(|entry| {
+        .filter_map(|entry| {
             let other = entry.file_name();
-            let other = other.as_encoded_bytes();
-            let pairs = name.bytes().zip(other.iter().copied());
-            let likeness = pairs.take_while(|(a, b)| a == b).count();
-            let likeness = (other == name.as_bytes(), likeness);
-            let complete = complete_in(&entry.path()).into_iter();
-            complete.map(move |(made, path)| (likeness, made, path))
+            let pairs = name.bytes().zip(other.as_encoded_bytes().iter().copied());
+            let common = pairs.take_while(|(a, b)| a == b).count();
+            // `web-1` is a replica of `web-2`, and not of `worker`.
+            (common * 2 > name.len()).then(|| (common, entry.path()))
+        })
+        .flat_map(|(common, directory)| {
+            let complete = complete_in(&directory).into_iter();
+            complete.map(move |(made, path)| (common, made, path))
         })
         .take(MAX_SIBLINGS)
         .collect();
     found.sort();
     let best_first = found.into_iter().rev().map(|(_, _, path)| path);
-    first_with_vram(best_first, |_| true)
+    let is_whole = |metadata: &Metadata| {
+        let vram = metadata.gpu.vram.as_ref();
+        vram.is_some_and(|vram| vram.parent_digest.is_none())
+    };
+    with_vram(best_first, is_whole)
 }
 
 /// Returns the complete checkpoints in a directory, and when each was written.
@@ -177,17 +208,17 @@ fn complete_in(directory: &Path) -> Vec<(SystemTime, PathBuf)> {
         .collect()
 }
 
-fn first_with_vram(
-    mut candidates: impl Iterator<Item = PathBuf>,
+/// Returns as many of them as are tried.
+fn with_vram(
+    candidates: impl Iterator<Item = PathBuf>,
     fits: impl Fn(&Metadata) -> bool,
-) -> Option<PathBuf> {
+) -> Vec<PathBuf> {
     let has_vram = |path: &PathBuf| {
         let metadata = Metadata::open(path).ok().flatten();
         metadata.is_some_and(|metadata| metadata.gpu.vram.is_some() && fits(&metadata))
     };
-    candidates
-        .find(has_vram)
-        .and_then(|path| path.canonicalize().ok())
+    let found = candidates.filter(has_vram).take(TRIES);
+    found.filter_map(|path| path.canonicalize().ok()).collect()
 }
 
 /// Returns the directory, or the first one along CRIU's links from it, that has GPU memory.
@@ -231,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_gives_the_newest_of_the_name_or_of_the_one_most_like_it() {
+    fn a_place_gives_the_newest_of_the_name_or_a_whole_one_of_the_name_most_like_it() {
         let dir = tempfile::tempdir().unwrap();
         let place = dir.path().canonicalize().unwrap();
         let facts: VramFacts = serde_json::from_value(json!({
@@ -257,22 +288,24 @@ mod tests {
         };
         let parent_of = |name: &str| {
             let images = place.join(name).join(".partial-000009");
-            let (place, name) = place::name_of_partial(&images).unwrap();
-            newest_in_place(place, name)
+            let (directory, name) = place::name_of_partial(&images).unwrap();
+            let found = newest_in_place(directory, name).into_iter();
+            let found = found.map(|path| path.strip_prefix(&place).unwrap().to_owned());
+            let texts = found.map(|path| path.into_os_string().into_string().unwrap());
+            texts.collect::<Vec<String>>()
         };
-        let is = |path: &str| Some(place.join(path));
-        assert_eq!(parent_of("web-1"), None);
-        make("other/000001", 0, true);
-        assert_eq!(parent_of("web-1"), is("other/000001"));
+        assert!(parent_of("web-1").is_empty());
+        make("worker/000001", 0, true);
         make("web-10/000001", 50, true);
         make("web-2/000001", 60, true);
-        assert_eq!(parent_of("web-3"), is("web-10/000001"), "the newer of two");
+        assert_eq!(parent_of("web-3"), ["web-10/000001", "web-2/000001"]);
+        assert_eq!(parent_of("web-20"), ["web-2/000001", "web-10/000001"]);
         make("web-1/000001", 90, true);
         make("web-1/000002", 80, true);
         make("web-1/000003", 10, false);
         make("web-1/.damaged-000004", 5, true);
         make("web-1/.partial-000005", 5, true);
-        assert_eq!(parent_of("web-1"), is("web-1/000002"));
+        assert_eq!(parent_of("web-1"), ["web-1/000002", "web-1/000001"]);
         assert_eq!(place::name_of_partial(&place.join("web-1/000002")), None);
     }
 

@@ -48,6 +48,9 @@ struct Args {
     /// MiB of one allocation
     #[arg(long, default_value_t = 64)]
     chunk_mib: u64,
+    /// MiB more, in allocations that the preload library leaves to the driver
+    #[arg(long, default_value_t = 0)]
+    small_mib: u64,
     /// Ordinals of the GPUs to use, or all
     #[arg(long, value_delimiter = ',', default_value = "0")]
     gpus: Vec<String>,
@@ -161,7 +164,7 @@ fn run(
     let (mut chunks, mut expected) = (Vec::new(), 0u64);
     for gpu in &gpus {
         use_context(&cuda, *gpu, args.context).with_context(|| format!("GPU {gpu}"))?;
-        for (at, mib) in pieces(args.mib, args.chunk_mib) {
+        for (at, mib) in pieces(args.mib, args.chunk_mib).chain(pieces(args.small_mib, 1)) {
             let bytes = usize::try_from(mib << 20)?;
             let p = cuda
                 .alloc(bytes)

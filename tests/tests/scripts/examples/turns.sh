@@ -10,7 +10,7 @@ check 'each had its turns' test "$(grep -c '^turn .* answers' /tmp/turns)" = 4
 # The weights do not change.
 last() { sed -nE "s/^$1: suspended .*, (.*) moved$/\1/p" /tmp/turns | tail -n 1; }
 for name in one two; do check "$name: little was moved at last" grep -qE '^([0-9]|1[0-9])\.?[0-9]* (MiB|KiB|B)$' <<< "$(last $name)"; done
-run_rootfs --mib 100 --chunk-mib 20 --gpus 0
+run_rootfs --mib 100 --chunk-mib 20 --small-mib 80 --gpus 0
 check 'instead of itself: refused' refused 'is not suspended by cryopod' cryopod resume --instead-of job job
 check 'suspended' does cryopod suspend job
 check 'instead of itself, suspended: refused' refused 'it is suspended already' cryopod resume --instead-of job job

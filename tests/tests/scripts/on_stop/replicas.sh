@@ -49,3 +49,13 @@ check 'the first one stays' test -e "$place/server-0/000001/cryopod.json"
 for n in {1..9}; do check "server-$n is whole" cryopod verify "$place/server-$n/000001" > /tmp/said 2>&1; done
 replica last server-9 --annotation "dev.cryopod.restore=latest:$place"
 check 'the last one goes on' goes_on last
+
+# Another host mounts the place elsewhere.
+mv "$place" /srv/elsewhere
+check 'server-3 is whole elsewhere, too' cryopod verify /srv/elsewhere/server-3/000001 > /tmp/said 2>&1
+mv /srv/elsewhere "$place"
+# What it builds upon is gone: a stop is a checkpoint all the same.
+rm -r "$place/server-0"
+stop last 8
+check 'without a parent it is whole' facts server-9/000002 '.parent == 0'
+check 'and verifies' cryopod verify "$place/server-9/000002" > /tmp/said 2>&1

@@ -1,6 +1,5 @@
 //! Removes the checkpoints that newer ones of the name supersede: [`KEEP`].
 
-use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -74,29 +73,24 @@ impl Place {
         let mut old = self.numbers("")?;
         old.retain(|number| *number > kept);
         old.truncate(old.len().saturating_sub(keep));
-        if old.is_empty() {
-            return Ok(());
-        }
-        let old: Vec<PathBuf> = old
-            .into_iter()
-            .map(|number| self.complete(number))
-            .collect();
-        let mut needed = Needed::default();
-        for path in self
-            .all_in_place()?
-            .iter()
-            .filter(|path| !old.contains(path))
-        {
-            needed.add(path)?;
-        }
         // A checkpoint builds upon older ones.
-        for path in old.iter().rev() {
-            let digest = Needed::digest(path)?;
-            if needed.has(path, digest.as_deref()) || !self.remove(path)? {
-                needed.add(path)?;
+        old.iter()
+            .rev()
+            .try_for_each(|number| self.remove(&self.complete(*number)))
+    }
+
+    /// Returns true if another checkpoint of the place builds upon this one.
+    pub(super) fn is_needed(&self, path: &Path) -> io::Result<bool> {
+        let digest = metadata(path)?.and_then(|metadata| Some(metadata.gpu.vram?.digest));
+        for other in self.all_in_place()?.iter().filter(|other| *other != path) {
+            let vram = metadata(other)?.and_then(|metadata| metadata.gpu.vram);
+            let upon = vram.and_then(|vram| vram.parent_digest);
+            let link = other.join(names::PARENT_LINK).canonicalize();
+            if (digest.is_some() && digest == upon) || link.is_ok_and(|link| link == path) {
+                return Ok(true);
             }
         }
-        Ok(())
+        Ok(false)
     }
 
     /// Returns the complete checkpoints of all names, and those that have no more than their name to get.
@@ -115,12 +109,16 @@ impl Place {
         Ok(all)
     }
 
-    /// Returns false if it is being restored, or is not this program's.
-    fn remove(&self, path: &Path) -> io::Result<bool> {
+    /// Leaves one that is being restored, that another builds upon, or that is not this program's.
+    fn remove(&self, path: &Path) -> io::Result<()> {
         let locked = if_there(lock_file(&path.join(names::METADATA)))?;
         let Some(lock) = locked.flatten() else {
-            return Ok(false);
+            return Ok(());
         };
+        // Whoever is about to build upon it has locked it.
+        if self.is_needed(path)? {
+            return Ok(());
+        }
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let removed = self.directory.join(format!("{REMOVED}{name}"));
         // Under its name it is whole.
@@ -129,7 +127,7 @@ impl Place {
         drop(lock);
         remove_all(&removed)?;
         tracing::info!("{}: newer ones supersede it: removed", path.display());
-        Ok(true)
+        Ok(())
     }
 
     /// Has this checkpoint and all before it stay, whatever containers write later.
@@ -146,34 +144,6 @@ impl Place {
             if_there(fs::remove_dir_all(left))?;
         }
         Ok(())
-    }
-}
-
-/// What checkpoints build upon.
-#[derive(Debug, Default)]
-struct Needed {
-    /// Of tables of GPU memory.
-    digests: HashSet<String>,
-    /// CRIU's links.
-    paths: HashSet<PathBuf>,
-}
-
-impl Needed {
-    fn add(&mut self, path: &Path) -> io::Result<()> {
-        let vram = metadata(path)?.and_then(|metadata| metadata.gpu.vram);
-        self.digests
-            .extend(vram.and_then(|vram| vram.parent_digest));
-        self.paths
-            .extend(path.join(names::PARENT_LINK).canonicalize());
-        Ok(())
-    }
-
-    fn digest(path: &Path) -> io::Result<Option<String>> {
-        Ok(metadata(path)?.and_then(|metadata| Some(metadata.gpu.vram?.digest)))
-    }
-
-    fn has(&self, path: &Path, digest: Option<&str>) -> bool {
-        self.paths.contains(path) || digest.is_some_and(|digest| self.digests.contains(digest))
     }
 }
 
@@ -242,6 +212,8 @@ mod tests {
         make(&Place { directory }, 9, Some(3));
         place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
+        let third = place.complete(3);
+        assert_eq!(place.set_aside(&third), third, "damaged or not");
         fs::remove_dir_all(dir.path().join("c2")).unwrap();
         place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 4, 5]);
