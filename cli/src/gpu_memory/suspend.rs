@@ -103,7 +103,8 @@ impl RunningContainer {
         })
     }
 
-    /// Suspends it, and returns what to tell; the agent does `meanwhile` during the driver's checkpoint. On error the agent has brought it back, or the error says what is left.
+    /// Suspends it, and returns what to tell; the agent does `meanwhile` during the driver's checkpoint. On error the
+    /// agent has brought it back, or the error says what is left.
     pub fn suspend(
         &self,
         host: &Host,

@@ -1,9 +1,9 @@
 //! Chooses the parent of a new checkpoint: chunks of GPU memory that the parent has are not stored again.
 //!
 //! The annotation `dev.cryopod.parent`, else `vram.parent`, names it, or says `auto`: the newest of this container
-//! beside the image directory, and in a place the newest of its name, or a whole one of the name that begins most like it:
-//! replicas of a server hold the same weights. Without either it is the one that the engine names with `--parent-path`, or that
-//! one's own parent: a pre-dump has no GPU memory.
+//! beside the image directory, and in a place the newest of its name, or a whole one of the name that begins most like
+//! it: replicas of a server hold the same weights. Without either it is the one that the engine names with
+//! `--parent-path`, or that one's own parent: a pre-dump has no GPU memory.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -75,19 +75,23 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     })
 }
 
-/// Returns the first that can be used. Nobody has named one: a damaged one keeps no checkpoint from being made.
+/// Returns the first that is not damaged, if it can be used. Nobody has named one: a damaged one keeps no checkpoint from being made.
 fn automatic(config: &Config, images: &Path, id: &str) -> Option<HeldParent> {
     let candidates = match place::name_of_partial(images) {
         Some((place, name)) => newest_in_place(place, name),
         None => newest_beside(images, id),
     };
-    candidates.into_iter().find_map(|directory| {
-        usable(config, images, &directory).unwrap_or_else(|what| {
-            let directory = directory.display();
-            tracing::warn!("{directory}: this checkpoint does not build upon that one: {what}");
-            None
-        })
-    })
+    for directory in candidates {
+        match usable(config, images, &directory) {
+            // Not the next one where this has too many ancestors: all later ones would keep them.
+            Ok(held) => return held,
+            Err(what) => {
+                let directory = directory.display();
+                tracing::warn!("{directory}: this checkpoint does not build upon that one: {what}");
+            }
+        }
+    }
+    None
 }
 
 /// Holds a parent; `None` if it has no GPU memory, is being removed, or has too many ancestors.
