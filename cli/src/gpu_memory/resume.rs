@@ -9,7 +9,7 @@ use cryopod_archive::metadata::Gpu;
 use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::gpus::gpu::GpuPair;
 use cryopod_cuda::procfs;
-use cryopod_cuda::suspend::{How, SuspendError, Suspended, restores_beside, resume};
+use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume, resumed_beside};
 use cryopod_gpu_plan::gpus::inventory;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mapping::gpumap::{self, Choice, Situation, Wish};
@@ -59,7 +59,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         // What is in files is read first.
         let meanwhile = match &how.directory {
             Some(_) => Vec::new(),
-            None => restores_beside(&processes, &map, &work.agent.ready.gpus),
+            None => resumed_beside(&processes, &map, &work.agent.ready.gpus),
         };
         let said;
         (said, work, client) = other.suspend(&host, &config, work, client, None, meanwhile)?;
@@ -70,7 +70,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let started = Instant::now();
     let done = resume(&mut client, &processes, &map, &how);
     drop(client);
-    work.end();
+    match done {
+        Ok(_) => work.leave(),
+        Err(_) => work.end(),
+    }
     let done = match (done, &record) {
         (Ok(done), _) => done,
         // Another tool has resumed it, or a suspend was interrupted.

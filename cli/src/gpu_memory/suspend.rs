@@ -266,6 +266,12 @@ impl SuspendWork {
         drop(self.agent);
         drop(self.op);
     }
+
+    /// Ends the agent, which has nothing to clean up any more: that the driver takes what it had of the GPU need not be
+    /// waited for.
+    pub fn leave(self) {
+        self.agent.leave();
+    }
 }
 
 /// Checks that host memory has room for the processes' GPU memory.

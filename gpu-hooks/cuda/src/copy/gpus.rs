@@ -37,8 +37,8 @@ impl Gpus {
         })
     }
 
-    /// Makes these GPUs ready, and the first, which an import needs.
-    pub fn prepare(&self, used: &[GpuUuid]) -> Result<(), DriverError> {
+    /// Makes these GPUs ready for copies in bulk or of little, and the first, which an import needs.
+    pub fn prepare(&self, used: &[GpuUuid], in_bulk: bool) -> Result<(), DriverError> {
         let Some(driver) = self.driver.get() else {
             return Ok(());
         };
@@ -47,7 +47,7 @@ impl Gpus {
             let devices = (0i32..).zip(&driver.gpus);
             let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(&gpu.uuid));
             let all: Vec<_> = devices
-                .map(|(device, _)| scope.spawn(move || copier.prepare(device)))
+                .map(|(device, _)| scope.spawn(move || copier.prepare(device, in_bulk)))
                 .collect();
             all.into_iter()
                 .try_for_each(|one| one.join().unwrap_or(Ok(())))

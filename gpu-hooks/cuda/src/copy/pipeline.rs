@@ -1,6 +1,6 @@
 //! The copies through a ring: the GPU fills or empties buffers, and threads do the other half.
 
-use super::ring::{BUFFER, BUFFERS, Ring};
+use super::ring::{BUFFER, BUFFERS, Ring, UNDER_WAY};
 use super::{Address, Copier, Device, Ready, Way, checked, wrong};
 use crate::messages::protocol::DriverError;
 use crate::vram::front::Front;
@@ -23,6 +23,9 @@ impl Host {
 // mixed up.
 unsafe impl Sync for Host {}
 
+/// Blocks that are copied sooner without a ring than one is made.
+const FEW: usize = 32;
+
 impl Copier {
     pub(super) fn copy_device(
         &self,
@@ -35,9 +38,25 @@ impl Copier {
     ) -> Result<(), DriverError> {
         let device = self.device(ordinal)?;
         self.make_current(device)?;
-        let ring = self.ring(ordinal)?;
         let mut blocks = blocks.to_vec();
         blocks.sort_unstable_by_key(|block| block.offset);
+        if let Way::Out(filled) = way
+            && blocks.len() <= FEW
+        {
+            for block in &blocks {
+                // SAFETY: the block lies within the host memory, and is mapped on the GPU.
+                checked("a copy", unsafe {
+                    let to = host.address.add(block.offset).cast();
+                    (self.functions.download)(to, block.address, block.bytes)
+                })?;
+                let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(bytes) = front.advance(block.offset, block.bytes) {
+                    filled(bytes);
+                }
+            }
+            return Ok(());
+        }
+        let ring = self.ring(ordinal)?;
         match way {
             Way::Out(filled) | Way::OutSeen(filled, _) => {
                 let done = |block: &Block| {
@@ -172,7 +191,7 @@ impl Copier {
         (0..BUFFERS).try_for_each(|slot| ring.wait(slot))
     }
 
-    /// Copies filled buffers to the GPU in the order in which they come; half of the ring is under way at a time.
+    /// Copies filled buffers to the GPU in the order in which they come, [`UNDER_WAY`] at a time.
     fn enqueue(
         &self,
         ring: &Ring,
@@ -190,7 +209,7 @@ impl Copier {
             checked("a copy", code)?;
             ring.record(slot)?;
             under_way.push_back(slot);
-            if under_way.len() > BUFFERS / 2
+            if under_way.len() > UNDER_WAY
                 && let Some(oldest) = under_way.pop_front()
             {
                 ring.wait(oldest)?;

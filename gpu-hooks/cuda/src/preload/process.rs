@@ -131,7 +131,7 @@ impl Preloads {
         }
         let (own, gpus) = (Arc::clone(self), gpus.to_vec());
         let prepare = move || {
-            if let Err(error) = own.gpus.prepare(&gpus) {
+            if let Err(error) = own.gpus.prepare(&gpus, true) {
                 tracing::info!("the GPUs are not ready ahead: {error}");
             }
         };
@@ -156,7 +156,9 @@ impl Preloads {
             .flat_map(open)
             .filter_map(|minor| by_minor.get(&minor).copied())
             .collect();
-        self.gpus.prepare(&used)
+        // Of a copy that is kept little has changed.
+        let in_bulk = pids.iter().any(|pid| Library::spare_bytes(*pid) == 0);
+        self.gpus.prepare(&used, in_bulk)
     }
 
     fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, Out>> {

@@ -61,7 +61,7 @@ pub struct How {
     pub refuse_shared: bool,
     /// Host memory for the copies that stay with processes after a resume, in bytes, of all processes of this host.
     pub keep: u64,
-    /// What the agent does during the driver's checkpoint: [`restores_beside`]. If it fails, the resume does it.
+    /// What the agent does during the driver's checkpoint: [`resumed_beside`]. If it fails, the resume does it.
     pub meanwhile: Vec<Op>,
 }
 
@@ -200,10 +200,11 @@ const SPARE: u64 = 1 << 30;
 /// How long the other container, which may be running, waits for such a restore.
 const MEANWHILE_MS: u64 = 20_000;
 
-/// Returns the driver's restores of suspended processes that need not wait until another container has made room: most of
-/// their memory belongs to the preload library, and comes back at the resume. What the driver has of it fits beside all
-/// that is in use, so that the other container comes back, too, if it cannot be suspended.
-pub fn restores_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[AgentGpu]) -> Vec<Op> {
+/// Returns what of a resume of suspended processes need not wait until another container has made room: what copies is made
+/// ready, and the driver's restores are done. Most of their memory belongs to the preload library, and comes back at the
+/// resume; what the driver has of it must fit beside all that is in use, so that the other container comes back, too, if it
+/// cannot be suspended.
+pub fn resumed_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[AgentGpu]) -> Vec<Op> {
     let of_driver = |p: &Suspended| -> u64 {
         let buffers = p.buffers.iter().filter(|buffer| !buffer.preload);
         buffers.map(|buffer| buffer.bytes).sum()
@@ -225,12 +226,17 @@ pub fn restores_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[Age
     if !processes.iter().all(is_known) || !gpus.iter().filter(concerns).all(fits) {
         return Vec::new();
     }
+    let prepare = Op::PreloadPrepare {
+        pids: Vec::new(),
+        gpus: used.iter().copied().collect(),
+    };
     let restore = |p: &Suspended| Op::Restore {
         pid: p.pid,
         gpu_map: gpu_map.to_vec(),
         limit_ms: MEANWHILE_MS,
     };
-    processes.iter().map(restore).collect()
+    let restores = processes.iter().map(restore);
+    std::iter::once(prepare).chain(restores).collect()
 }
 
 /// Locks the CUDA processes among `pids`: their CUDA calls wait until [`resume`]. `note` as for [`suspend`]. On error

@@ -24,7 +24,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long loading and initialising the driver may take: minutes when it starts cold without persistence mode on a
 /// machine with many GPUs.
@@ -79,9 +79,12 @@ fn load(libraries: Vec<PathBuf>) -> Result<Loaded, LoadError> {
         .name("load".into())
         .spawn(move || {
             // After the limit nobody listens any more.
+            let start = Instant::now();
             let _ = sender.send(LibCuda::load_first(&libraries).map(|cuda| {
+                let cuda_init = start.elapsed();
                 let mut gpus = cuda.gpus().to_vec();
                 let users = nvml::ask(cuda.path(), &mut gpus);
+                tracing::debug!(?cuda_init, nvml = ?start.elapsed(), "loaded");
                 Loaded { cuda, gpus, users }
             }));
         });

@@ -53,6 +53,8 @@ pub enum AgentError {
 pub struct RunningAgent {
     child: Child,
     pub ready: AgentReady,
+    /// Nobody waits for its end.
+    is_left: bool,
 }
 
 /// Finds the agent's program: the configured one, else beside the plugin, else on PATH.
@@ -125,7 +127,13 @@ impl RunningAgent {
         let answer = rx.recv_timeout(limit).ok();
         let failed = match answer.as_deref().map(serde_json::from_str::<AgentReady>) {
             Some(Ok(ready)) if ready.ready => match of_another_version(&ready) {
-                None => return Ok(Self { child, ready }),
+                None => {
+                    return Ok(Self {
+                        child,
+                        ready,
+                        is_left: false,
+                    });
+                }
                 Some(other) => other,
             },
             Some(Ok(ready)) => AgentError::Driver {
@@ -158,6 +166,11 @@ impl RunningAgent {
         i32::try_from(self.child.id()).ok()
     }
 
+    /// Has the agent end, and does not wait.
+    pub fn leave(mut self) {
+        self.is_left = true;
+    }
+
     /// Ends the agent, which first puts back what was not committed, and returns its report. `None`: it had nothing to put
     /// back, or was killed.
     pub fn end(self, op: &Operation) -> Option<AgentReport> {
@@ -169,6 +182,9 @@ impl RunningAgent {
 impl Drop for RunningAgent {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
+        if self.is_left {
+            return;
+        }
         let has_ended = || !matches!(self.child.try_wait(), Ok(None));
         if wait_until(GOODBYE, Duration::from_millis(5), has_ended) {
             return;
