@@ -241,7 +241,7 @@ fn upwards(from: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
     use cryopod_archive::metadata::MetadataSlot;
-    use cryopod_archive::vram::VramFacts;
+    use cryopod_archive::vram::{self, VramFacts};
     use serde_json::json;
     use std::os::unix::fs::symlink;
 
@@ -311,6 +311,43 @@ mod tests {
         make("web-1/.partial-000005", 5, true);
         assert_eq!(parent_of("web-1"), ["web-1/000002", "web-1/000001"]);
         assert_eq!(place::name_of_partial(&place.join("web-1/000002")), None);
+    }
+
+    #[test]
+    fn a_chain_ends_and_the_next_builds_upon_its_successor() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().canonicalize().unwrap();
+        let never = std::sync::atomic::AtomicBool::new(false);
+        let options = vram::WriteOptions {
+            chunk_bytes: vram::MIN_CHUNK,
+            threads: 1,
+            sync: false,
+            ..vram::WriteOptions::default()
+        };
+        let mut whole = Vec::new();
+        for number in 1..=LONGEST + 2 {
+            let images = place.join("job/.partial-1");
+            std::fs::create_dir_all(&images).unwrap();
+            let parent = automatic(&Config::default(), &images, "job").map(|held| held.parent);
+            let parent = parent.map(|parent| Vram::open(&parent.directory, None).unwrap().unwrap());
+            let source = vram::MemorySource {
+                id: "gpu",
+                bytes: &[7; 4096],
+            };
+            let written = vram::write(&images, &[source], &options, parent.as_ref(), &never);
+            let mut metadata = Metadata {
+                schema: Metadata::current_schema(),
+                ..Metadata::default()
+            };
+            metadata.gpu.vram = Some(written.unwrap().facts);
+            let slot = MetadataSlot::reserve(&images).unwrap();
+            slot.commit(&metadata).unwrap();
+            std::fs::rename(&images, place.join(format!("job/{number:06}"))).unwrap();
+            if parent.is_none() {
+                whole.push(number);
+            }
+        }
+        assert_eq!(whole, [1, LONGEST + 1]);
     }
 
     #[test]

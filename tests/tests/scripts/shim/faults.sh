@@ -1,7 +1,7 @@
 # faults.sh WHICH: something is killed in the middle of a checkpoint or a restore. Afterwards the container runs on as before, or
-# is gone as containerd reports it; nothing is left of it. WHICH: `all` moments, or `some`, every third of them.
+# is gone as containerd reports it; nothing is left of it. WHICH: `all` moments, or `some`, every fifth of them.
 which=$1
-moments() { if [ "$which" = all ]; then echo "$@"; else echo "$@" | tr ' ' '\n' | awk 'NR % 3 == 2'; fi; }
+moments() { if [ "$which" = all ]; then echo "$@"; else echo "$@" | tr ' ' '\n' | awk 'NR % 5 == 3'; fi; }
 simulate runc
 containerd_up
 images
