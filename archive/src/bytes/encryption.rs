@@ -5,15 +5,14 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use age::stream::StreamReader;
-use age::{DecryptError, Decryptor, IdentityFile, ssh, x25519};
+use age::{DecryptError, IdentityFile, ssh, x25519};
 
 use super::lease::{Lease, Spare};
-use super::seal::SealedWriter;
+use super::seal::{PAYLOAD_NONCE, SealedReader, SealedWriter};
 use super::stream::{Section, Stream};
 use crate::error::{Bad, Error};
 
@@ -143,22 +142,24 @@ impl Identities {
         let mut start = Vec::new();
         let header = stored.clone().take(MAX_HEADER).read_to_end(&mut start);
         header.map_err(read)?;
-        let end = start.windows(5).position(|w| w == b"\n--- ");
-        if !end.is_some_and(|end| start[end + 1..].contains(&b'\n')) {
-            return Err(damaged("it has no header of age".into()));
-        }
-        // A buffer for the header: `age` reads larger pieces past it, which are small enough for memory to be used again.
-        let decryptor = Decryptor::new_buffered(BufReader::new(input));
+        let mac = start.windows(5).position(|w| w == b"\n--- ");
+        let line = mac.and_then(|mac| start[mac + 1..].iter().position(|byte| *byte == b'\n'));
+        let header = mac.zip(line);
+        let header = header.and_then(|(mac, line)| start.get(..mac + line + 2 + PAYLOAD_NONCE));
+        let header = header.ok_or_else(|| damaged("it has no header of age".into()))?;
         let keys = self.keys.iter().map(|key| &**key as &dyn age::Identity);
-        let opened = decryptor.and_then(|decryptor| decryptor.decrypt(keys));
-        opened.map(Decrypted).map_err(|e| match e {
-            DecryptError::Io(e) => read(e),
-            DecryptError::NoMatchingKeys => Error::NoKey {
-                path: path.into(),
-                reason: self.why_none_fits(),
-            },
-            other => damaged(other.to_string()),
-        })
+        let opened = SealedReader::new(header, keys, input);
+        let start = header.len() as u64;
+        opened
+            .map(|stream| Decrypted { stream, start })
+            .map_err(|e| match e {
+                DecryptError::Io(e) => read(e),
+                DecryptError::NoMatchingKeys => Error::NoKey {
+                    path: path.into(),
+                    reason: self.why_none_fits(),
+                },
+                other => damaged(other.to_string()),
+            })
     }
 
     /// Opens a stream of the archive at `path` to read parts of it.
@@ -167,12 +168,16 @@ impl Identities {
         stored: &Section,
         path: &Path,
     ) -> Result<DecryptedParts, Error> {
-        let mut stream = self.decrypt(stored, stored.clone(), path)?;
+        let Decrypted { mut stream, start } = self.decrypt(stored, stored.clone(), path)?;
         let seek = |e| Error::from_io(path, "read it", e);
-        // Decrypts the last piece, which proves the length.
-        let bytes = stream.0.seek(SeekFrom::End(0)).map_err(age_error);
-        let bytes = bytes.map_err(seek)?;
-        let mut parts = DecryptedParts { stream, bytes };
+        let start = start + stored.clone().stream_position().map_err(seek)?;
+        let bytes = stream.measure(start).map_err(seek)?;
+        let mut parts = DecryptedParts {
+            stream,
+            start,
+            bytes,
+            at: 0,
+        };
         parts.go_to(0).map_err(seek)?;
         Ok(parts)
     }
@@ -191,50 +196,50 @@ impl Identities {
 }
 
 /// What an `age` stream holds.
-pub(crate) struct Decrypted<R>(StreamReader<BufReader<R>>);
+pub(crate) struct Decrypted<R> {
+    stream: SealedReader<R>,
+    /// Bytes before its payload.
+    start: u64,
+}
 
 impl<R: Read> Read for Decrypted<R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.0.read(buf).map_err(age_error)
-    }
-}
-
-/// Errors of the file itself have an errno; all others come from `age`.
-fn age_error(e: io::Error) -> io::Error {
-    match e.raw_os_error() {
-        Some(_) => e,
-        None => Bad::Encryption(e.to_string()).into(),
-    }
-}
-
-/// An `age` stream whose parts are read in any order: it is decrypted in pieces of 64 KiB.
-pub(crate) struct DecryptedParts {
-    stream: Decrypted<Section>,
-    bytes: u64,
-}
-
-impl DecryptedParts {
-    /// # Errors
-    /// The stream is shorter. `age` would panic if the position were in its last piece.
-    pub(crate) fn go_to(&mut self, at: u64) -> io::Result<()> {
-        if at > self.bytes {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        let gone = self.stream.0.seek(SeekFrom::Start(at));
-        gone.map(drop).map_err(age_error)
-    }
-}
-
-impl Read for DecryptedParts {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         self.stream.read(buf)
     }
 }
 
+/// An `age` stream whose parts are read in any order: it is decrypted in pieces of 64 KiB.
+pub(crate) struct DecryptedParts {
+    stream: SealedReader<Section>,
+    /// Where its payload begins.
+    start: u64,
+    bytes: u64,
+    at: u64,
+}
+
+impl DecryptedParts {
+    /// # Errors
+    /// The stream is shorter.
+    pub(crate) fn go_to(&mut self, at: u64) -> io::Result<()> {
+        if at > self.bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.at = at;
+        self.stream.go_to(self.start, at)
+    }
+}
+
+impl Read for DecryptedParts {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.stream.read(buf)?;
+        self.at += n as u64;
+        Ok(n)
+    }
+}
+
 impl Stream for DecryptedParts {
     fn skip(&mut self, n: u64) -> io::Result<()> {
-        let at = self.stream.0.stream_position()?;
-        self.go_to(at.saturating_add(n))
+        self.go_to(self.at.saturating_add(n))
     }
 }
 
