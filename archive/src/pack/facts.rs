@@ -162,8 +162,7 @@ fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
     for (vendor, version) in &gpu.drivers {
         put(&format!("dev.cryopod.driver.{vendor}"), Some(version));
     }
-    // The metadata's record of the VRAM files; its fields are those of `VramFacts`.
-    if metadata.extra.get("vram").is_some_and(|l| !l.is_null()) {
+    if gpu.vram.is_some() {
         put("dev.cryopod.vram", Some("true"));
     }
 }

@@ -416,7 +416,7 @@ fn report(
         let verdict = match (ok, &checkpoint.metadata) {
             (true, Some(_)) => "This checkpoint can be restored on this host.",
             (true, None) => {
-                "It has no cryopod.json: a checkpoint of a container without GPUs, or of another tool. The low-level runtime restores it as it is."
+                "It has no cryopod.json: a checkpoint of a container without GPUs, or of another tool. A restore checks the rest."
             }
             (false, _) => {
                 "This checkpoint cannot be restored on this host: see the lines marked `refused`."
