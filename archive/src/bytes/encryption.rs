@@ -153,7 +153,7 @@ impl Identities {
         opened
             .map(|stream| Decrypted { stream, start })
             .map_err(|e| match e {
-                DecryptError::Io(e) => read(e),
+                DecryptError::Io(e) if e.raw_os_error().is_some() => read(e),
                 DecryptError::NoMatchingKeys => Error::NoKey {
                     path: path.into(),
                     reason: self.why_none_fits(),
@@ -232,6 +232,10 @@ impl DecryptedParts {
 impl Read for DecryptedParts {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let n = self.stream.read(buf)?;
+        if n == 0 && !buf.is_empty() && self.at < self.bytes {
+            // The file has become shorter since it was measured.
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         self.at += n as u64;
         Ok(n)
     }

@@ -189,6 +189,7 @@ pub(super) struct SealedReader<R> {
     number: u64,
     /// The last piece was decrypted.
     is_proved: bool,
+    has_failed: bool,
 }
 
 fn damaged(what: &str) -> io::Error {
@@ -223,19 +224,36 @@ impl<R: Read> SealedReader<R> {
             next: Vec::with_capacity(SEALED),
             number: 0,
             is_proved: false,
+            has_failed: false,
         };
         reader.read_next()?;
         Ok(reader)
     }
 
+    /// Reads a piece, in one call where the input can: `read_to_end` makes four.
     fn read_next(&mut self) -> io::Result<()> {
-        self.next.clear();
-        let mut piece = (&mut self.input).take(SEALED as u64);
-        piece.read_to_end(&mut self.next).map(drop)
+        self.next.resize(SEALED, 0);
+        let mut have = 0;
+        let read = loop {
+            match self.input.read(&mut self.next[have..]) {
+                Ok(0) => break Ok(()),
+                Ok(n) => have += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => break Err(e),
+            }
+        };
+        self.next.truncate(have);
+        read
     }
 
     /// Decrypts the next piece. Returns false at the end.
+    ///
+    /// # Errors
+    /// It cannot be read, or not decrypted. Then nothing more is read until [`Self::go_to`].
     fn open_next(&mut self) -> io::Result<bool> {
+        if self.has_failed {
+            return Err(damaged("a piece of it could not be read"));
+        }
         if self.next.is_empty() {
             return match self.is_proved {
                 true => Ok(false),
@@ -247,6 +265,7 @@ impl<R: Read> SealedReader<R> {
         // Nothing of a piece that was not proved is ever read.
         self.piece.truncate(*opened.as_ref().unwrap_or(&0));
         self.at = 0;
+        self.has_failed = opened.is_err();
         let bytes = opened?;
         if bytes == 0 && self.number > 0 {
             return Err(damaged("its last piece is empty"));
@@ -303,6 +322,7 @@ impl<R: Read + Seek> SealedReader<R> {
             self.input.seek(SeekFrom::Start(at))?;
             (self.number, self.at) = (number, 0);
             self.piece.clear();
+            self.has_failed = false;
             self.read_next()?;
             if within == 0 {
                 return Ok(());
@@ -450,6 +470,12 @@ mod tests {
             }
             let longer = [&file[..], &[0]].concat();
             read(opened(&longer, &key)).unwrap_err();
+            // What comes after another's piece is not read either.
+            let inserted = [&file[..start], &[7; SEALED], &file[start..]].concat();
+            let mut stream = opened(&inserted, &key);
+            for _ in 0..3 {
+                read(&mut stream).unwrap_err();
+            }
         }
     }
 }

@@ -163,7 +163,8 @@ fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
         put(&format!("dev.cryopod.driver.{vendor}"), Some(version));
     }
     if gpu.vram.is_some() {
-        put("dev.cryopod.vram", Some("true"));
+        // A word that the annotation of containers takes: engines copy an image's.
+        put("dev.cryopod.vram", Some("on"));
     }
 }
 
