@@ -495,7 +495,7 @@ mod tests {
         assert_eq!(handle, 0x1000);
         assert_eq!(state().real(handle), Ok(0x1000));
         let (sender, made) = mpsc::channel();
-        std::thread::spawn(move || {
+        let calls = std::thread::spawn(move || {
             for _ in 0..3 {
                 let _section = enter("ncclAllReduce");
                 state().count(handle, Kind::Collective);
@@ -510,14 +510,12 @@ mod tests {
             made.recv().unwrap();
         }
         made.recv().unwrap();
+        // Only then its calls have returned.
+        calls.join().unwrap();
         // The thread ends within its group.
         assert_eq!(state().report().inside, 1);
         state().inside = 0;
 
-        // The calls that went on may not have returned yet.
-        while state().report().inside > 0 {
-            std::thread::yield_now();
-        }
         // A reduction that the program has not destroyed.
         let last = state().add(Comm {
             reductions: 1,
@@ -529,7 +527,7 @@ mod tests {
 
         assert!(hold(vec![target(3)], soon()));
         let (sender, made) = mpsc::channel();
-        std::thread::spawn(move || {
+        let calls = std::thread::spawn(move || {
             for _ in 0..3 {
                 let _section = enter("ncclAllReduce");
                 state().count(handle, Kind::Collective);
@@ -560,6 +558,7 @@ mod tests {
         for _ in 0..3 {
             made.recv().unwrap();
         }
+        calls.join().unwrap();
         assert_eq!(state().real(handle), Err(REMOTE_ERROR));
 
         // The address of a communicator whose handle is in use.

@@ -61,6 +61,7 @@ wait_for ticked job 3
 
 # Not encrypted: the search finds both.
 cryopod export job -e podman -o oci:/tmp/plain --no-encrypt --compression none --leave-running -q
+check 'its image says that GPU memory is in VRAM files' grep -rqs '"dev.cryopod.vram":"on"' /tmp/plain
 cryopod unpack oci:/tmp/plain -o /tmp/unpacked -q
 dd if=/tmp/unpacked/checkpoint/vram-0000.img of=/dev/shm/secret/gpu bs=64 skip=50000 count=1 status=none
 python3 /tmp/find.py /tmp/plain | sort > /tmp/said
