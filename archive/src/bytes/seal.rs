@@ -185,7 +185,7 @@ pub(super) struct SealedReader<R> {
     at: usize,
     /// The piece after it, encrypted. The last has none.
     next: Vec<u8>,
-    /// Of `next`.
+    /// The number of `next`.
     number: u64,
     /// The last piece was decrypted.
     is_proved: bool,

@@ -37,7 +37,7 @@ impl Gpus {
         })
     }
 
-    /// Makes these GPUs ready for copies in bulk or of little, and the first, which an import needs.
+    /// Makes these GPUs ready, and the first, which an import needs. `in_bulk`: with buffers for more than a few blocks.
     pub fn prepare(&self, used: &[GpuUuid], in_bulk: bool) -> Result<(), DriverError> {
         let Some(driver) = self.driver.get() else {
             return Ok(());

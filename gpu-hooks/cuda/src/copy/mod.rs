@@ -222,7 +222,7 @@ impl Copier {
         })
     }
 
-    /// Makes a GPU ready ahead of its use, for copies `in_bulk` or of little. A context takes 0.17 s and a ring 0.04 s, and
+    /// Makes a GPU ready ahead of its use: a context (0.17 s) and, if copies will be `in_bulk`, a ring (0.04 s). Both take
     /// many times as long while other threads allocate memory.
     pub fn prepare(&self, device: i32, in_bulk: bool) -> Result<(), DriverError> {
         let start = Instant::now();

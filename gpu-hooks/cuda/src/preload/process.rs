@@ -156,7 +156,7 @@ impl Preloads {
             .flat_map(open)
             .filter_map(|minor| by_minor.get(&minor).copied())
             .collect();
-        // Of a copy that is kept little has changed.
+        // Where a copy is kept, little has changed.
         let in_bulk = pids.iter().any(|pid| Library::spare_bytes(*pid) == 0);
         self.gpus.prepare(&used, in_bulk)
     }

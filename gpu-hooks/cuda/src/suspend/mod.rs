@@ -200,10 +200,9 @@ const SPARE: u64 = 1 << 30;
 /// How long the other container, which may be running, waits for such a restore.
 const MEANWHILE_MS: u64 = 20_000;
 
-/// Returns what of a resume of suspended processes need not wait until another container has made room: what copies is made
-/// ready, and the driver's restores are done. Most of their memory belongs to the preload library, and comes back at the
-/// resume; what the driver has of it must fit beside all that is in use, so that the other container comes back, too, if it
-/// cannot be suspended.
+/// Returns the steps of a resume that can be done before another container has made room: the agent's buffers and the
+/// driver's restores. Most of the memory belongs to the preload library, and comes back at the resume. The driver's part
+/// must fit beside all that is in use, so that the other container comes back, too, if it cannot be suspended.
 pub fn resumed_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[AgentGpu]) -> Vec<Op> {
     let of_driver = |p: &Suspended| -> u64 {
         let buffers = p.buffers.iter().filter(|buffer| !buffer.preload);

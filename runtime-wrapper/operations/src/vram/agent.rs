@@ -53,7 +53,7 @@ pub enum AgentError {
 pub struct RunningAgent {
     child: Child,
     pub ready: AgentReady,
-    /// Nobody waits for its end.
+    /// [`Drop`] does not wait for its end.
     is_left: bool,
 }
 
@@ -166,7 +166,7 @@ impl RunningAgent {
         i32::try_from(self.child.id()).ok()
     }
 
-    /// Has the agent end, and does not wait.
+    /// Ends the agent, and does not wait for it.
     pub fn leave(mut self) {
         self.is_left = true;
     }

@@ -75,7 +75,7 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     })
 }
 
-/// Returns the first that is not damaged, if it can be used. Nobody has named one: a damaged one keeps no checkpoint from being made.
+/// Returns the first candidate that is not damaged, if it can be used. A damaged one is skipped with a warning.
 fn automatic(config: &Config, images: &Path, id: &str) -> Option<HeldParent> {
     let candidates = match place::name_of_partial(images) {
         Some((place, name)) => newest_in_place(place, name),
