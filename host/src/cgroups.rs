@@ -73,6 +73,35 @@ fn memberships_in_v1(text: &str) -> Vec<(String, String)> {
         .collect()
 }
 
+/// Returns true if the cgroup of a process is frozen or is being frozen. A process that is busy in the kernel stops last.
+pub fn is_frozen(host: &Host, pid: i32) -> bool {
+    let text = host.text(format!("/proc/{pid}/cgroup"));
+    text.unwrap_or_default().lines().any(|line| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(kind), Some(path)) = (parts.next(), parts.next()) else {
+            return false;
+        };
+        let says = |file: String, what: &[&str]| {
+            let text = host.text(file);
+            text.is_ok_and(|text| text.lines().any(|line| what.contains(&line)))
+        };
+        match kind {
+            "" => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+                .iter()
+                .any(|root| {
+                    // The first is also true below a frozen cgroup; the second is true at once.
+                    says(format!("{root}{path}/cgroup.events"), &["frozen 1"])
+                        || says(format!("{root}{path}/cgroup.freeze"), &["1"])
+                }),
+            "freezer" => says(
+                format!("/sys/fs/cgroup/freezer{path}/freezer.state"),
+                &["FROZEN", "FREEZING"],
+            ),
+            _ => false,
+        }
+    })
+}
+
 /// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there
 /// are none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
 /// cgroupv2" (`libcrun_cgroup_enter`, which reads the same file).

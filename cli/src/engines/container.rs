@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
+use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::limited::wait_until;
 use cryopod_host::processes::stat::Stat;
@@ -81,41 +82,10 @@ impl Container {
 
     /// Fails if the container is paused: the driver's thread in it would not answer.
     pub fn is_unpaused(&self, host: &Host, name: &str) -> anyhow::Result<()> {
-        if !wait_until(THAW, THAW / 20, || !self.is_paused(host)) {
+        if !wait_until(THAW, THAW / 20, || !cgroups::is_frozen(host, self.init)) {
             bail!("{name}: it is paused, and its driver cannot work; unpause it first");
         }
         Ok(())
-    }
-
-    /// Returns true if its cgroup is frozen or is being frozen. A process that is busy in the kernel stops last.
-    fn is_paused(&self, host: &Host) -> bool {
-        let cgroups = host
-            .text(format!("/proc/{}/cgroup", self.init))
-            .unwrap_or_default();
-        cgroups.lines().any(|line| {
-            let mut parts = line.splitn(3, ':').skip(1);
-            let (Some(kind), Some(path)) = (parts.next(), parts.next()) else {
-                return false;
-            };
-            let says = |file: String, what: &[&str]| {
-                host.text(file)
-                    .is_ok_and(|text| text.lines().any(|line| what.contains(&line)))
-            };
-            match kind {
-                "" => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-                    .iter()
-                    .any(|root| {
-                        // The first is also true below a frozen cgroup; the second is true at once.
-                        says(format!("{root}{path}/cgroup.events"), &["frozen 1"])
-                            || says(format!("{root}{path}/cgroup.freeze"), &["1"])
-                    }),
-                "freezer" => says(
-                    format!("/sys/fs/cgroup/freezer{path}/freezer.state"),
-                    &["FROZEN", "FREEZING"],
-                ),
-                _ => false,
-            }
-        })
     }
 }
 
@@ -257,7 +227,7 @@ mod tests {
         let own = format!("pid:{}", std::process::id());
         let own = Container::find(&host, &own).unwrap();
         assert!(own.processes(&host).contains(&own.init));
-        assert!(!own.is_paused(&host));
+        assert!(!cgroups::is_frozen(&host, own.init));
     }
 
     #[test]
@@ -274,7 +244,7 @@ mod tests {
                 init: 7,
                 start_time: 0,
             };
-            container.is_paused(&host)
+            cgroups::is_frozen(&host, container.init)
         };
         write("proc/7/cgroup", "0::/a\n");
         write("sys/fs/cgroup/a/cgroup.events", "populated 1\nfrozen 0\n");

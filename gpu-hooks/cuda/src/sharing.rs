@@ -31,6 +31,7 @@ use crate::gpus::nvidia;
 use crate::preflight::refusal::Refusal;
 use crate::preload::Library;
 use crate::preload::nccl::Group;
+use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 use cryopod_host::spec::Spec;
@@ -104,18 +105,18 @@ pub fn plan(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
     let processes = scan.processes.iter().filter(|p| pids.contains(&p.pid));
     let processes: Vec<&Process> = processes.collect();
     let found = match nccl(host, &processes) {
-        Some(found) => unmovable(found, pids),
-        None => outside(pids),
+        Some(found) => unmovable(host, found, pids),
+        None => outside(host, pids),
     };
     found.into_iter().chain(by_ipc(host, &processes)).collect()
 }
 
 /// Communicators with ranks outside of the container, which only the preload library knows of.
-fn outside(pids: &[i32]) -> Option<Refusal> {
+fn outside(host: &Host, pids: &[i32]) -> Option<Refusal> {
     if !pids.iter().any(|pid| Library::is_in(*pid)) {
         return None;
     }
-    let (pid, what) = Group::settled(pids).ok()?.outside().into_iter().next()?;
+    let (pid, what) = group(host, pids).ok()?.outside().into_iter().next()?;
     let refusal = Refusal::new(
         format!("it uses NCCL, and {what}: its other ranks would not come back with it"),
         format!(
@@ -125,8 +126,16 @@ fn outside(pids: &[i32]) -> Option<Refusal> {
     Some(refusal.about(pid, &crate::procfs::comm(pid)))
 }
 
+/// Asks the processes that have the library, none of which answers while its container is paused.
+fn group(host: &Host, pids: &[i32]) -> Result<Group, String> {
+    if pids.iter().any(|pid| cgroups::is_frozen(host, *pid)) {
+        return Err("the container is paused".into());
+    }
+    Group::settled(pids)
+}
+
 /// What is left of a finding about NCCL, as the preload library tells.
-fn unmovable(mut found: Refusal, pids: &[i32]) -> Option<Refusal> {
+fn unmovable(host: &Host, mut found: Refusal, pids: &[i32]) -> Option<Refusal> {
     if !pids.iter().any(|pid| Library::is_in(*pid)) {
         found.remedy = format!(
             "create the container with the annotation dev.cryopod.preload=on, with which checkpoints take NCCL's communicators down; or {}",
@@ -134,10 +143,10 @@ fn unmovable(mut found: Refusal, pids: &[i32]) -> Option<Refusal> {
         );
         return Some(found);
     }
-    let group = match Group::settled(pids) {
+    let group = match group(host, pids) {
         Ok(group) => group,
         Err(error) => {
-            found.what = format!("{}; {error}: is the container paused?", found.what);
+            found.what = format!("{}; {error}", found.what);
             return Some(found);
         }
     };

@@ -152,7 +152,6 @@ fn with_metadata(
             Error::untouched(format!("checkpoint of {} refused: {e}", request.id()))
         })?),
     };
-    let mut planned = plan::plan(request, state, nodes.clone())?;
     let watched;
     let signals = match &own {
         Some(own) => own.signals,
@@ -161,11 +160,10 @@ fn with_metadata(
             &watched
         }
     };
-    // Dropped last, when all else is done.
-    let _thawed = planned
-        .locked
-        .is_empty()
-        .then(|| Thawed::of(request, state));
+    // Before the plan, for which the preload library in its processes is asked. Dropped last, when all else is done.
+    let locked = plan::locked_at_pause(request, state)?;
+    let _thawed = locked.is_empty().then(|| Thawed::of(request, state));
+    let mut planned = plan::plan(request, state, nodes.clone())?;
     if state.paused {
         // Thawed now, or never: those that were about to end when the engine paused the container may do so.
         plan::no_exec_processes(request, state, !planned.locked.is_empty())?;

@@ -173,7 +173,10 @@ fn refuse_created(request: &Request<'_>, state: &ContainerState) -> Result<(), E
 }
 
 /// Returns the processes whose CUDA calls were locked when the container was paused.
-fn locked_at_pause(request: &Request<'_>, state: &ContainerState) -> Result<Vec<i32>, Error> {
+pub(super) fn locked_at_pause(
+    request: &Request<'_>,
+    state: &ContainerState,
+) -> Result<Vec<i32>, Error> {
     let record = SuspendedRecord::of(&request.host, state.init)
         .map_err(|e| Error::untouched(format!("checkpoint of {} refused: {e}", request.id())))?;
     let Some(record) = record else {

@@ -12,11 +12,15 @@ for times in once twice; do
 done
 check 'left running' does pod container checkpoint --leave-running --export /tmp/job.tar job
 check 'left running: the sums go on' goes_on
+id=$(pod inspect -f '{{.Id}}' job)
+pod pause job > /dev/null # as docker and containerd do before a checkpoint
+check 'paused: checkpoint' does cryopod-runtime checkpoint --leave-running --image-path /tmp/paused "$id"
+pod unpause job > /dev/null
+check 'paused: the sums go on' goes_on
 check 'suspend' does cryopod suspend job
 check 'suspended: nothing is in use' used 'all(. == 0)'
 check 'resume' does cryopod resume job
 check 'resumed: the sums go on' goes_on
-id=$(pod inspect -f '{{.Id}}' job)
 for at in lock checkpoint; do
     /opt/build/cusim-ctl --socket "$sim" set fail-$at:1 > /dev/null
     check "$at fails: said" refused 'goes on running' cryopod-runtime checkpoint --image-path /tmp/no "$id"
