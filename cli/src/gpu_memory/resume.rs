@@ -19,7 +19,7 @@ use cryopod_operations::config::Config;
 use cryopod_operations::pause::suspended::{SuspendLock, SuspendedRecord};
 
 use crate::engines::container::Container;
-use crate::gpu_memory::suspend::{RunningContainer, SuspendWork, locked, steps};
+use crate::gpu_memory::suspend::{RunningContainer, StartedWork, locked, steps};
 use crate::terminal::ui;
 
 #[derive(clap::Args)]
@@ -42,6 +42,7 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
+    let work = StartedWork::new(&config, &host);
     let FoundContainer {
         record,
         processes,
@@ -50,7 +51,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         _lock,
     } = found(args, &host, &config)?;
     // Once nobody else suspends or resumes them: what the agent is told of memory stays true.
-    let mut work = SuspendWork::begin(&config, &host)?;
+    let mut work = work?.begin(&config)?;
     let directory = record.as_ref().and_then(|record| record.directory.clone());
     let mut how: How = work.how(&config, directory)?;
     how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());

@@ -25,7 +25,7 @@ use cryopod_operations::pause;
 use cryopod_operations::pause::suspended::{self, SuspendLock, SuspendedRecord};
 use cryopod_operations::run::log;
 use cryopod_operations::run::operation::Operation;
-use cryopod_operations::vram::agent::{RunningAgent, SOCKET};
+use cryopod_operations::vram::agent::{RunningAgent, SOCKET, StartedAgent};
 
 use crate::engines::container::Container;
 use crate::terminal::ui;
@@ -50,11 +50,12 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
+    let work = StartedWork::new(&config, &host);
     let container = Container::find(&host, &args.container)?;
     let container = RunningContainer::of(&host, &config, container, &args.container)?;
     // The agent uses it until it ends.
     let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
-    let work = SuspendWork::begin(&config, &host)?;
+    let work = work?.begin(&config)?;
     let client = work.connect()?;
     let (said, work, client) =
         container.suspend(&host, &config, work, client, directory.as_ref(), Vec::new())?;
@@ -219,28 +220,44 @@ pub fn steps(done: &Done) -> String {
     words.join(", ")
 }
 
+/// An operation whose agent loads the driver while its containers are looked for.
+pub struct StartedWork {
+    agent: StartedAgent,
+    op: Operation,
+}
+
 /// Shared by suspend and resume: an operation's directory and the driver agent.
 pub struct SuspendWork {
     pub agent: RunningAgent,
     op: Operation,
 }
 
-impl SuspendWork {
-    /// Starts the agent. From here on only the time limits end this program: if a signal ended it, the container would
-    /// depend on the agent, which brings it back.
-    pub fn begin(config: &Config, host: &Host) -> anyhow::Result<Self> {
+impl StartedWork {
+    pub fn new(config: &Config, host: &Host) -> anyhow::Result<Self> {
+        let op = Operation::new()?;
+        let found = plugins::find(config, host);
+        let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
+        // Only a copy by the preload library is kept, and those who keep copies wait for this: it takes 0.16 s.
+        let has_context = config.suspend.keep > 0;
+        let agent = StartedAgent::of_operation(config, &found, &op, has_context)?;
+        Ok(Self { agent, op })
+    }
+
+    /// Waits for the agent, and asks it for what uses the GPUs. From here on only the time limits end this program: if a
+    /// signal ended it, the container would depend on the agent, which brings it back.
+    pub fn begin(self, config: &Config) -> anyhow::Result<SuspendWork> {
         use nix::sys::signal::{SigHandler, Signal, signal};
         for name in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
             // SAFETY: ignoring a signal runs no code of ours.
             unsafe { signal(name, SigHandler::SigIgn) }?;
         }
-        let op = Operation::new()?;
-        let found = plugins::find(config, host);
-        let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
-        let agent = RunningAgent::of_operation(config, &found, &op)?;
-        Ok(Self { agent, op })
+        let Self { agent, op } = self;
+        let agent = agent.ready(Duration::from_secs(config.limits.agent_s))?;
+        Ok(SuspendWork { agent, op })
     }
+}
 
+impl SuspendWork {
     /// Connects to the driver agent.
     pub fn connect(&self) -> anyhow::Result<Client> {
         Client::connect(&self.op.file(SOCKET)).context("the driver agent")

@@ -7,6 +7,7 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::Machine;
@@ -22,12 +23,12 @@ const STOP: Request = Request::Stop {
 };
 
 /// Takes the memory out; the contents.
-fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
+fn take_out(copier: &Arc<Copier>, library: &Library) -> Vec<u8> {
     hold(copier, library).0
 }
 
 /// The same, and the pieces, which stay on the GPU.
-fn hold(copier: &Copier, library: &Library) -> (Vec<u8>, Vec<Imported>) {
+fn hold(copier: &Arc<Copier>, library: &Library) -> (Vec<u8>, Vec<Imported>) {
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
     let bytes = size(&pieces).unwrap();
     let mut memory = vec![0; usize::try_from(bytes).unwrap()];
@@ -47,7 +48,7 @@ const GO: Request = Request::Go { filled: UNFILLED };
 const OLD_GO: Request = Request::Go { filled: 0 };
 const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
-fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
+fn bring_back(copier: &Arc<Copier>, library: &Library, memory: &mut [u8]) {
     let pieces = library.ask(ALL, None, LIMIT).unwrap();
     let pieces = copier.import(&pieces, memory.len() as u64).unwrap();
     copier

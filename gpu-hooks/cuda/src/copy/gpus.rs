@@ -4,12 +4,12 @@ use super::Copier;
 use crate::gpus::gpu::GpuUuid;
 use crate::messages::protocol::{AgentGpu, DriverError, ErrorKind};
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 #[derive(Default)]
 pub struct Gpus {
     driver: OnceLock<Driver>,
-    copier: OnceLock<Result<Copier, String>>,
+    copier: Mutex<Option<Result<Arc<Copier>, String>>>,
 }
 
 struct Driver {
@@ -25,16 +25,28 @@ impl Gpus {
         let _ = self.driver.set(Driver { library, gpus });
     }
 
-    pub fn copier(&self) -> Result<&Copier, DriverError> {
-        let copier = self.copier.get_or_init(|| {
+    fn loaded(&self) -> std::sync::MutexGuard<'_, Option<Result<Arc<Copier>, String>>> {
+        self.copier.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn copier(&self) -> Result<Arc<Copier>, DriverError> {
+        let mut loaded = self.loaded();
+        let copier = loaded.get_or_insert_with(|| {
             let driver = self.driver.get().ok_or("the driver is not known")?;
             Copier::load(&driver.library).map_err(|error| error.cause)
         });
-        copier.as_ref().map_err(|cause| DriverError {
+        copier.clone().map_err(|message| DriverError {
             kind: ErrorKind::NotSupported,
             code: None,
-            message: cause.clone(),
+            message,
         })
+    }
+
+    /// Frees what this program itself has on the GPUs, which takes the driver 0.1 s, once nothing is copied any more. The
+    /// next copy makes it anew.
+    pub fn let_go(&self) {
+        let copier = self.loaded().take();
+        drop(copier);
     }
 
     /// Makes these GPUs ready, and the first, which an import needs. `in_bulk`: with buffers for more than a few blocks.
@@ -42,7 +54,7 @@ impl Gpus {
         let Some(driver) = self.driver.get() else {
             return Ok(());
         };
-        let copier = self.copier()?;
+        let copier = &*self.copier()?;
         std::thread::scope(|scope| {
             let devices = (0i32..).zip(&driver.gpus);
             let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(&gpu.uuid));

@@ -22,7 +22,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 // cuda.h
@@ -83,6 +83,7 @@ macro_rules! functions {
 
 functions! {
     retain c"cuDevicePrimaryCtxRetain" (*mut *mut c_void, c_int);
+    let_go c"cuDevicePrimaryCtxRelease_v2" (c_int);
     set_current c"cuCtxSetCurrent" (*mut c_void);
     import c"cuMemImportFromShareableHandle" (*mut u64, *mut c_void, c_uint);
     properties c"cuMemGetAllocationPropertiesFromHandle" (*mut Properties, u64);
@@ -133,7 +134,7 @@ pub enum Way<'a> {
     In(&'a Ready<'a>),
 }
 
-/// The agent's own use of the GPUs.
+/// The agent's own use of the GPUs. Dropped, it frees what it has there.
 pub struct Copier {
     functions: Functions,
     devices: Mutex<BTreeMap<i32, Device>>,
@@ -144,7 +145,7 @@ pub struct Copier {
 
 #[derive(Clone, Copy)]
 struct Device {
-    /// Its primary context. Kept until the agent ends.
+    /// Its primary context.
     context: *mut c_void,
 }
 
@@ -178,7 +179,8 @@ fn wrong(message: &str) -> DriverError {
 
 /// A piece, mapped in this process: its memory stays on the GPU when its process lets go of it. Let go of when dropped.
 pub struct Imported {
-    functions: Functions,
+    /// Has the context that mapped it.
+    copier: Arc<Copier>,
     handle: u64,
     device: i32,
     /// 0 until it has one.
@@ -197,15 +199,36 @@ impl Imported {
 
 impl Drop for Imported {
     fn drop(&mut self) {
+        let f = &self.copier.functions;
         // SAFETY: what this value holds, and nothing uses any more.
         unsafe {
             if self.is_mapped {
-                (self.functions.unmap)(self.address, self.bytes);
+                (f.unmap)(self.address, self.bytes);
             }
             if self.address != 0 {
-                (self.functions.unreserve)(self.address, self.bytes);
+                (f.unreserve)(self.address, self.bytes);
             }
-            (self.functions.release)(self.handle);
+            (f.release)(self.handle);
+        }
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        let devices = self.devices.get_mut();
+        let devices = std::mem::take(devices.unwrap_or_else(PoisonError::into_inner));
+        for (ordinal, device) in devices {
+            if self.make_current(device).is_ok() {
+                let rings = self.rings().remove(&ordinal);
+                drop(rings);
+            }
+            // SAFETY: it was retained once, and whatever uses it has this value.
+            let freed = checked("the end of a context", unsafe {
+                (self.functions.let_go)(ordinal)
+            });
+            if let Err(error) = freed {
+                tracing::info!(ordinal, "{error}");
+            }
         }
     }
 }
@@ -213,13 +236,13 @@ impl Drop for Imported {
 impl Copier {
     /// # Errors
     /// The driver lacks a function. It has all since CUDA 11.
-    pub fn load(library: &Path) -> Result<Self, LoadError> {
-        Ok(Self {
+    pub fn load(library: &Path) -> Result<Arc<Self>, LoadError> {
+        Ok(Arc::new(Self {
             functions: Functions::of(Handle::open(library)?)?,
             devices: Mutex::default(),
             rings: Mutex::default(),
             kernels: Mutex::default(),
-        })
+        }))
     }
 
     /// Makes a GPU ready ahead of its use: a context (0.17 s) and, if copies will be `in_bulk`, a ring (0.04 s). Both take
@@ -280,7 +303,11 @@ impl Copier {
     ///
     /// # Errors
     /// The driver's, or a piece that does not lie within the memory. All pieces have been let go of.
-    pub fn import(&self, pieces: &[Piece], size: u64) -> Result<Vec<Imported>, DriverError> {
+    pub fn import(
+        self: &Arc<Self>,
+        pieces: &[Piece],
+        size: u64,
+    ) -> Result<Vec<Imported>, DriverError> {
         // Importing needs a context of some device.
         self.make_current(self.device(0)?)?;
         let size = usize::try_from(size).map_err(|_| wrong("there is too much of it"))?;
@@ -396,7 +423,7 @@ impl Copier {
         Ok(())
     }
 
-    fn import_one(&self, piece: &Piece, all: usize) -> Result<Imported, DriverError> {
+    fn import_one(self: &Arc<Self>, piece: &Piece, all: usize) -> Result<Imported, DriverError> {
         let (offset, bytes) = within(piece.offset, piece.bytes, all)?;
         let f = &self.functions;
         let mut handle = 0;
@@ -406,7 +433,7 @@ impl Copier {
             (f.import)(&mut handle, fd, POSIX_DESCRIPTOR)
         })?;
         let mut imported = Imported {
-            functions: *f,
+            copier: Arc::clone(self),
             handle,
             device: 0,
             address: 0,

@@ -192,6 +192,8 @@ pub enum Op {
         #[serde(default)]
         gpus: Vec<GpuUuid>,
     },
+    /// Frees what the agent itself has on the GPUs for copies. A later copy makes it anew.
+    PreloadLetGo,
     /// Copies the GPU memory of those processes that have the preload library while they work, and begins to write it.
     /// [`Op::PreloadOut`] then copies only what has changed. Answered by [`Outcome::Ahead`].
     PreloadAhead {
@@ -307,6 +309,7 @@ impl Op {
             Self::VramRead { limit_ms, .. } => ("vram-read", None, Other, ms(*limit_ms)),
             Self::VramCancel => ("vram-cancel", None, Other, short),
             Self::PreloadPrepare { .. } => ("preload-prepare", None, Other, short),
+            Self::PreloadLetGo => ("preload-let-go", None, Other, short),
             Self::PreloadAhead { .. } => ("preload-ahead", None, Other, COPY_GRACE),
             Self::PreloadOut {
                 pid, timeout_ms, ..

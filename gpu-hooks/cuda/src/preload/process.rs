@@ -114,24 +114,29 @@ fn told(error: &io::Error) -> DriverError {
 }
 
 impl Preloads {
-    /// Carries out a request; `None` when it is neither [`Op::PreloadPrepare`] nor [`Op::PreloadAhead`].
+    /// Carries out a request; `None` when it is about a process, or other parts of the agent do.
     pub fn perform(self: &Arc<Self>, op: &Op, files: &Arc<VramFiles>) -> Option<Outcome> {
-        let Op::PreloadPrepare { pids, gpus } = op else {
-            return self.perform_ahead(op, files);
+        let done = match op {
+            Op::PreloadPrepare { pids, gpus } => {
+                if !gpus.is_empty() {
+                    self.prepare_later(gpus, true);
+                }
+                self.prepare(pids)
+            }
+            Op::PreloadLetGo => {
+                self.gpus.let_go();
+                Ok(())
+            }
+            _ => return self.perform_ahead(op, files),
         };
-        self.prepare_later(gpus);
-        let prepared = self.prepare(pids);
-        Some(prepared.map_or_else(Outcome::Error, |()| Outcome::Done))
+        Some(done.map_or_else(Outcome::Error, |()| Outcome::Done))
     }
 
-    /// Makes GPUs ready, without waiting for it: whoever copies waits.
-    fn prepare_later(self: &Arc<Self>, gpus: &[GpuUuid]) {
-        if gpus.is_empty() {
-            return;
-        }
+    /// Makes GPUs ready as [`Gpus::prepare`] does, without waiting for it: whoever copies waits.
+    pub fn prepare_later(self: &Arc<Self>, gpus: &[GpuUuid], in_bulk: bool) {
         let (own, gpus) = (Arc::clone(self), gpus.to_vec());
         let prepare = move || {
-            if let Err(error) = own.gpus.prepare(&gpus, true) {
+            if let Err(error) = own.gpus.prepare(&gpus, in_bulk) {
                 tracing::info!("the GPUs are not ready ahead: {error}");
             }
         };
@@ -387,7 +392,7 @@ impl Preloads {
         let all = || std::iter::once(0..needed).collect::<Vec<_>>();
         let (buffer, bytes, ranges) = match ahead.filter(|ahead| needed <= ahead.bytes) {
             Some(ahead) => {
-                let changed = ahead.changed(copier, &pieces).unwrap_or_else(|error| {
+                let changed = ahead.changed(&copier, &pieces).unwrap_or_else(|error| {
                     tracing::info!("what has changed cannot be told: {error}");
                     all()
                 });
@@ -479,7 +484,7 @@ impl Preloads {
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
             let copier = self.gpus.copier()?;
             let pieces = copier.import(&pieces, bytes)?;
-            let pieces = held.fill(copier, pieces)?;
+            let pieces = held.fill(&copier, pieces)?;
             copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
         let back = match library.is_away(limit) {

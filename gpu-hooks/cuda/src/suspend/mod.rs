@@ -165,10 +165,11 @@ pub fn suspend(
         done.steps.insert(0, ("prepare", micros));
     }
     lock_all(client, threads, how, &mut done)?;
-    // There is room for more when this one has let go of its memory.
-    let meanwhile = match out.is_empty() {
-        true => &[],
-        false => &how.meanwhile[..],
+    let meanwhile = match (out.is_empty(), &how.meanwhile[..]) {
+        (true, _) => &[][..],
+        (false, []) => &[Op::PreloadLetGo],
+        // There is room for more when this one has let go of its memory.
+        (false, meanwhile) => meanwhile,
     };
     let left_out = &mut done.left_out;
     let (captured, micros) = capture::checkpoint(client, threads, how, meanwhile, left_out)?;

@@ -1,9 +1,11 @@
 //! Runs the driver agent: loads NVIDIA's libcuda once and makes every driver call of one checkpoint or restore, so that
 //! CRIU's own process never does.
 //!
-//! `cryopod-cuda-agent --socket PATH [--report FILE] [--libcuda PATH]... [--identity FILE]...`
+//! `cryopod-cuda-agent --socket PATH [--report FILE] [--context] [--libcuda PATH]... [--identity FILE]...`
 //!
-//! Started before the freeze, because `cuInit` is slow. Prints one line of JSON when it listens or has given up. Ends
+//! Started before the freeze, because `cuInit` is slow; with `--context`, also a context on the first GPU, which a copy
+//! needs. When a line has come on its stdin, it finds out what uses the GPUs. Prints one line of JSON when it listens or has
+//! given up. Ends
 //! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
 //! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
@@ -19,7 +21,7 @@ use cryopod_cuda::vram::ceiling::Ceiling;
 use cryopod_cuda::vram::worker;
 use cryopod_host::files::Host;
 use cryopod_host::processes::signals::keep_children;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -34,6 +36,7 @@ const INIT_LIMIT: Duration = Duration::from_secs(120);
 struct Arguments {
     socket: PathBuf,
     report: Option<PathBuf>,
+    has_context: bool,
     libraries: Vec<PathBuf>,
     identities: Vec<PathBuf>,
 }
@@ -52,6 +55,7 @@ fn arguments() -> Result<Arguments, String> {
         match name.as_str() {
             "--socket" => parsed.socket = value()?,
             "--report" => parsed.report = Some(value()?),
+            "--context" => parsed.has_context = true,
             "--libcuda" => parsed.libraries.push(value()?),
             "--identity" => parsed.identities.push(value()?),
             _ => return Err(format!("unknown argument {name}")),
@@ -66,39 +70,52 @@ fn arguments() -> Result<Arguments, String> {
     Ok(parsed)
 }
 
-struct Loaded {
-    cuda: LibCuda,
-    gpus: Vec<AgentGpu>,
-    users: Vec<GpuUser>,
-}
-
-/// Loads the driver on a thread, since a faulty driver hangs.
-fn load(libraries: Vec<PathBuf>) -> Result<Loaded, LoadError> {
+/// Calls the driver on a thread, since a faulty driver hangs.
+fn within_limit<T: Send + 'static>(
+    call: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, LoadError> {
     let (sender, receiver) = mpsc::channel();
     let start = std::thread::Builder::new()
         .name("load".into())
         .spawn(move || {
-            // After the limit nobody listens any more.
             let start = Instant::now();
-            let _ = sender.send(LibCuda::load_first(&libraries).map(|cuda| {
-                let cuda_init = start.elapsed();
-                let mut gpus = cuda.gpus().to_vec();
-                let users = nvml::ask(cuda.path(), &mut gpus);
-                tracing::debug!(?cuda_init, nvml = ?start.elapsed(), "loaded");
-                Loaded { cuda, gpus, users }
-            }));
+            // After the limit nobody listens any more.
+            let _ = sender.send(call());
+            tracing::debug!(took = ?start.elapsed(), "loaded");
         });
     let failed = |cause: String| LoadError {
         cause,
         remedy: "check the driver with nvidia-smi and the kernel log (NVRM)".into(),
     };
     start.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
-    receiver.recv_timeout(INIT_LIMIT).unwrap_or_else(|_| {
-        Err(failed(format!(
+    receiver.recv_timeout(INIT_LIMIT).map_err(|_| {
+        failed(format!(
             "the driver did not initialise within {} s",
             INIT_LIMIT.as_secs()
-        )))
+        ))
     })
+}
+
+/// Loads the driver, and asks for what uses the GPUs when a line has come on stdin, or its end.
+fn load(
+    arguments: &Arguments,
+) -> Result<(Arc<Agent<LibCuda>>, Vec<AgentGpu>, Vec<GpuUser>), LoadError> {
+    let libraries = arguments.libraries.clone();
+    let cuda = within_limit(move || LibCuda::load_first(&libraries))??;
+    let library = cuda.path().to_owned();
+    let mut gpus = cuda.gpus().to_vec();
+    let agent = Agent::new(cuda);
+    agent.preloads().gpus.use_driver(library.clone(), &gpus);
+    if arguments.has_context {
+        agent.preloads().prepare_later(&[], false);
+    }
+    // Whatever it says is only the start; the server reads its end.
+    let _ = std::io::stdin().read(&mut [0]);
+    let (gpus, users) = within_limit(move || {
+        let users = nvml::ask(&library, &mut gpus);
+        (gpus, users)
+    })?;
+    Ok((agent, gpus, users))
 }
 
 fn announce(ready: &AgentReady) {
@@ -161,7 +178,7 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
-    let Loaded { cuda, gpus, users } = match load(arguments.libraries) {
+    let (agent, gpus, users) = match load(&arguments) {
         Ok(loaded) => loaded,
         Err(error) => return give_up(error.cause, error.remedy),
     };
@@ -175,7 +192,7 @@ fn main() -> ExitCode {
     let ceiling = Ceiling::new(&gpus, &users);
     let hello = Hello {
         driver_version: nvidia::driver_version(&Host::system()),
-        cuda_version: cuda.version(),
+        cuda_version: agent.driver().version(),
         gpus,
     };
     announce(&AgentReady {
@@ -183,17 +200,14 @@ fn main() -> ExitCode {
         cryopod: Some(cryopod_cuda::VERSION.into()),
         driver_version: hello.driver_version.clone(),
         cuda_version: Some(hello.cuda_version),
-        libcuda: Some(cuda.path().to_owned()),
+        libcuda: Some(agent.driver().path().to_owned()),
         gpus: hello.gpus.clone(),
         users,
         error: None,
         remedy: None,
     });
-    let library = cuda.path().to_owned();
-    let agent = Agent::new(cuda);
     agent.vram_files().bound(ceiling);
     agent.vram_files().unlock_with(arguments.identities);
-    agent.preloads().gpus.use_driver(library, &hello.gpus);
     let server = Arc::new(Server {
         agent,
         hello,

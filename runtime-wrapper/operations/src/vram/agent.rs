@@ -2,7 +2,7 @@
 //! costs no frozen time.
 
 use crate::error::Error;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -48,6 +48,14 @@ pub enum AgentError {
     Silent(Duration),
 }
 
+/// An agent that loads the driver. It asks for what uses the GPUs once [`StartedAgent::ready`] is called. Dropped, it ends
+/// by itself.
+#[derive(Debug)]
+pub struct StartedAgent {
+    child: Child,
+    answer: mpsc::Receiver<String>,
+}
+
 /// A running agent. Dropped, it puts back what was not committed, and ends.
 #[derive(Debug)]
 pub struct RunningAgent {
@@ -67,30 +75,24 @@ pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf
         .filter(|p| p.is_file())
 }
 
-impl RunningAgent {
-    /// Starts the configured agent, or the one beside one of these plugins. On failure nothing is left running.
+impl StartedAgent {
+    /// Starts the configured agent, or the one beside one of these plugins. `has_context`: with a context on the first GPU,
+    /// which a copy needs.
     pub fn of_operation(
         config: &Config,
         plugins: &[PathBuf],
         op: &Operation,
+        has_context: bool,
     ) -> Result<Self, AgentError> {
         let beside = plugins
             .iter()
             .find(|p| p.ends_with(NVIDIA_PLUGIN))
             .map(PathBuf::as_path);
         let program = find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
-        let limit = Duration::from_secs(config.limits.agent_s);
-        Self::start(program, config, op, limit)
-    }
-
-    /// Starts the agent and waits until it is ready. On failure nothing is left running.
-    pub fn start(
-        program: PathBuf,
-        config: &Config,
-        op: &Operation,
-        limit: Duration,
-    ) -> Result<Self, AgentError> {
         let mut command = Command::new(&program);
+        if has_context {
+            command.arg("--context");
+        }
         command.arg("--socket").arg(op.file(SOCKET));
         command.arg("--report").arg(op.file(REPORT));
         for library in &config.nvidia.libcuda {
@@ -124,11 +126,19 @@ impl RunningAgent {
                 let _ = tx.send(line);
             });
         }
-        let answer = rx.recv_timeout(limit).ok();
+        Ok(Self { child, answer: rx })
+    }
+
+    /// Waits until it is ready. On failure nothing is left running.
+    pub fn ready(self, limit: Duration) -> Result<RunningAgent, AgentError> {
+        let Self { mut child, answer } = self;
+        // If it has died, so says its answer.
+        let _ = child.stdin.as_ref().map(|mut stdin| stdin.write_all(b"\n"));
+        let answer = answer.recv_timeout(limit).ok();
         let failed = match answer.as_deref().map(serde_json::from_str::<AgentReady>) {
             Some(Ok(ready)) if ready.ready => match of_another_version(&ready) {
                 None => {
-                    return Ok(Self {
+                    return Ok(RunningAgent {
                         child,
                         ready,
                         is_left: false,
@@ -161,6 +171,17 @@ fn of_another_version(ready: &AgentReady) -> Option<AgentError> {
 }
 
 impl RunningAgent {
+    /// Starts an agent as [`StartedAgent::of_operation`] does, and waits until it is ready. On failure nothing is left
+    /// running.
+    pub fn of_operation(
+        config: &Config,
+        plugins: &[PathBuf],
+        op: &Operation,
+    ) -> Result<Self, AgentError> {
+        let limit = Duration::from_secs(config.limits.agent_s);
+        StartedAgent::of_operation(config, plugins, op, false)?.ready(limit)
+    }
+
     /// Returns the agent's process.
     pub fn pid(&self) -> Option<i32> {
         i32::try_from(self.child.id()).ok()

@@ -57,6 +57,7 @@ operation() { # DIRECTORY KIND JSON: the directory of one operation, and its age
         --report "$1/agent-report.json" < "$1/stdin" > "$1/ready" 2> "$1/agent.log" &
     agent_pid=$!
     exec 7> "$1/stdin"
+    echo >&7
     wait_for test -s "$1/ready"
     jq -e .ready "$1/ready" > /dev/null
 }

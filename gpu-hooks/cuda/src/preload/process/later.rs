@@ -54,7 +54,7 @@ impl Preloads {
                     let chunk = later.chunk.filter(|chunk| *chunk <= ahead::MAX_CHUNK);
                     let needed = chunk.map(|chunk| {
                         needed(
-                            copier,
+                            &copier,
                             &held.pieces,
                             bytes,
                             u64::from(chunk),
