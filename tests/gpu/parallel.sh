@@ -42,6 +42,13 @@ parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, 
         pod container checkpoint --leave-running --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
         keep_logs job "$label.running"
         wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+        # Paused first, as docker and containerd do it.
+        before=$(lines job)
+        pod pause job > /dev/null || return
+        cryopod-runtime checkpoint --leave-running --image-path /var/lib/containers/paused "$(podman inspect -f '{{.Id}}' job)" > "/logs/$label.said" 2>&1 ||
+            { cat "/logs/$label.said" && return 1; }
+        pod unpause job > /dev/null && rm -r /var/lib/containers/paused
+        wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
     fi
     way=$(ways job)
     for times in 1 2; do

@@ -305,8 +305,13 @@ fn prepare_gpus(session: &mut Session) -> Result<(), Failed> {
     if gpus.is_empty() {
         return Ok(());
     }
-    let pids = Vec::new();
-    session.ask(Op::PreloadPrepare { pids, gpus }).map(drop)
+    let prepare = Op::PreloadPrepare {
+        pids: Vec::new(),
+        gpus,
+        in_bulk: true,
+        wait: false,
+    };
+    session.ask(prepare).map(drop)
 }
 
 /// Has the agent begin to read the VRAM files, while CRIU restores everything else.

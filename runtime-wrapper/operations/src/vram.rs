@@ -125,6 +125,8 @@ pub fn reserve(
     let prepare = Op::PreloadPrepare {
         pids: wanted.iter().map(|of| of.pid).collect(),
         gpus: Vec::new(),
+        in_bulk: true,
+        wait: true,
     };
     let ask = |op| Client::connect(&socket)?.call(op, limit);
     // Not at the same time: while memory is allocated, the driver takes ten times as long. If it fails, the first copy

@@ -185,12 +185,14 @@ pub enum Op {
     },
     /// Ends it and removes what was written.
     VramCancel,
-    /// Makes GPUs ready for a copy, ahead of it: those of processes that have the preload library, and these. Does not
-    /// wait for the latter.
+    /// Makes GPUs ready for a copy, ahead of it: those of processes that have the preload library, and these.
     PreloadPrepare {
         pids: Vec<i32>,
-        #[serde(default)]
         gpus: Vec<GpuUuid>,
+        /// Whether more than a few blocks are copied.
+        in_bulk: bool,
+        /// Whether the answer waits until they are ready. A copy does in any case.
+        wait: bool,
     },
     /// Frees what the agent itself has on the GPUs for copies. A later copy makes it anew.
     PreloadLetGo,

@@ -117,11 +117,21 @@ impl Preloads {
     /// Carries out a request; `None` when it is about a process, or other parts of the agent do.
     pub fn perform(self: &Arc<Self>, op: &Op, files: &Arc<VramFiles>) -> Option<Outcome> {
         let done = match op {
-            Op::PreloadPrepare { pids, gpus } => {
-                if !gpus.is_empty() {
-                    self.prepare_later(gpus, true);
+            Op::PreloadPrepare {
+                pids,
+                gpus,
+                in_bulk,
+                wait,
+            } => {
+                let gpus = used(pids, gpus);
+                match (gpus.is_empty(), wait) {
+                    (true, _) => Ok(()),
+                    (false, true) => self.gpus.prepare(&gpus, *in_bulk),
+                    (false, false) => {
+                        self.prepare_later(gpus, *in_bulk);
+                        Ok(())
+                    }
                 }
-                self.prepare(pids)
             }
             Op::PreloadLetGo => {
                 self.gpus.let_go();
@@ -133,8 +143,8 @@ impl Preloads {
     }
 
     /// Makes GPUs ready as [`Gpus::prepare`] does, without waiting for it: whoever copies waits.
-    pub fn prepare_later(self: &Arc<Self>, gpus: &[GpuUuid], in_bulk: bool) {
-        let (own, gpus) = (Arc::clone(self), gpus.to_vec());
+    pub fn prepare_later(self: &Arc<Self>, gpus: Vec<GpuUuid>, in_bulk: bool) {
+        let own = Arc::clone(self);
         let prepare = move || {
             if let Err(error) = own.gpus.prepare(&gpus, in_bulk) {
                 tracing::info!("the GPUs are not ready ahead: {error}");
@@ -143,27 +153,6 @@ impl Preloads {
         if let Err(error) = std::thread::Builder::new().spawn(prepare) {
             tracing::info!("the GPUs are not ready ahead: {error}");
         }
-    }
-
-    fn prepare(&self, pids: &[i32]) -> Result<(), DriverError> {
-        let pids: Vec<i32> = pids
-            .iter()
-            .copied()
-            .filter(|p| Library::is_in(*p))
-            .collect();
-        if pids.is_empty() {
-            return Ok(());
-        }
-        let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
-        let open = |pid: &i32| procfs::open_gpu_minors(*pid);
-        let used: Vec<GpuUuid> = pids
-            .iter()
-            .flat_map(open)
-            .filter_map(|minor| by_minor.get(&minor).copied())
-            .collect();
-        // Where a copy is kept, little has changed.
-        let in_bulk = pids.iter().any(|pid| Library::spare_bytes(*pid) == 0);
-        self.gpus.prepare(&used, in_bulk)
     }
 
     fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, Out>> {
@@ -547,6 +536,18 @@ impl Preloads {
         let kept = library.ask(Request::Keep, Some(file.as_fd()), limit);
         kept.map(drop).map_err(|error| told(&error))
     }
+}
+
+/// Returns these GPUs, and those of the processes that have the library.
+fn used(pids: &[i32], gpus: &[GpuUuid]) -> Vec<GpuUuid> {
+    let mut used = gpus.to_vec();
+    let with = pids.iter().copied().filter(|pid| Library::is_in(*pid));
+    let minors: Vec<u32> = with.flat_map(procfs::open_gpu_minors).collect();
+    if !minors.is_empty() {
+        let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
+        used.extend(minors.iter().filter_map(|minor| by_minor.get(minor)));
+    }
+    used
 }
 
 /// Copies what is allocated already while the process allocates the rest.

@@ -32,6 +32,7 @@ pub(super) fn checkpoint(
     };
     let mut attendant = Capture {
         threads: how.vram.threads(),
+        let_go: meanwhile.is_empty(),
         captured: Vec::new(),
         left_out,
     };
@@ -73,6 +74,8 @@ pub(super) fn checkpoint(
 /// Gives the drivers' threads memory of the agent's.
 struct Capture<'a> {
     threads: usize,
+    /// Whether the agent needs the GPUs no more. It frees what it has there while the driver copies.
+    let_go: bool,
     captured: Vec<Captured>,
     left_out: &'a mut Option<String>,
 }
@@ -99,12 +102,14 @@ impl Attendant for Capture<'_> {
                     ..
                 } = one;
                 self.captured.push(one);
-                vec![Op::VramPlaced {
+                let placed = Op::VramPlaced {
                     id,
                     pid,
                     tid,
                     address,
-                }]
+                };
+                let let_go = self.let_go.then_some(Op::PreloadLetGo);
+                std::iter::once(placed).chain(let_go).collect()
             }
             Err(reason) => {
                 thread.pass();

@@ -158,18 +158,17 @@ pub fn suspend(
     let (threads, mut done) = found_running(client, pids)?;
     let threads = &threads;
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
-    let micros = preload::prepare(client, pids, Vec::new());
+    let micros = preload::prepare(client, pids);
     preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
     if !out.is_empty() {
         done.steps.insert(0, ("prepare", micros));
     }
     lock_all(client, threads, how, &mut done)?;
-    let meanwhile = match (out.is_empty(), &how.meanwhile[..]) {
-        (true, _) => &[][..],
-        (false, []) => &[Op::PreloadLetGo],
-        // There is room for more when this one has let go of its memory.
-        (false, meanwhile) => meanwhile,
+    // There is room for more when this one has let go of its memory.
+    let meanwhile = match out.is_empty() {
+        true => &[],
+        false => &how.meanwhile[..],
     };
     let left_out = &mut done.left_out;
     let (captured, micros) = capture::checkpoint(client, threads, how, meanwhile, left_out)?;
@@ -226,10 +225,7 @@ pub fn resumed_beside(processes: &[Suspended], gpu_map: &[GpuPair], gpus: &[Agen
     if !processes.iter().all(is_known) || !gpus.iter().filter(concerns).all(fits) {
         return Vec::new();
     }
-    let prepare = Op::PreloadPrepare {
-        pids: Vec::new(),
-        gpus: used.iter().copied().collect(),
-    };
+    let prepare = preload::ready(used.iter().copied().collect());
     let restore = |p: &Suspended| Op::Restore {
         pid: p.pid,
         gpu_map: gpu_map.to_vec(),
@@ -384,7 +380,7 @@ pub fn resume(
     }
     let gpus = alive.iter().filter(|p| p.has_preload());
     let gpus = gpus.flat_map(|p| &p.gpus).map(|gpu| mapped(*gpu, gpu_map));
-    preload::prepare(client, Vec::new(), gpus.collect());
+    preload::ahead(client, preload::ready(gpus.collect()));
     let mut done = Done {
         processes: alive,
         ..Done::default()

@@ -20,12 +20,34 @@ fn threads_each(how: &How, processes: usize) -> usize {
     (how.vram.threads_for(processes) / processes.max(1)).max(1)
 }
 
-/// Makes GPUs ready ahead of the copy, and returns how long that took. Without it the copy takes longer.
-pub(super) fn prepare(client: &mut Client, pids: Vec<i32>, gpus: Vec<GpuUuid>) -> u64 {
-    if pids.is_empty() && gpus.is_empty() {
-        return 0;
+/// Makes the GPUs of processes ready ahead of a copy out of them, and returns how long that took. Little is copied of those
+/// that have kept a copy: their GPUs are not waited for, so that they stop meanwhile.
+pub(super) fn prepare(client: &mut Client, pids: Vec<i32>) -> u64 {
+    let in_bulk = pids.iter().any(|pid| Library::spare_bytes(*pid) == 0);
+    ahead(
+        client,
+        Op::PreloadPrepare {
+            pids,
+            gpus: Vec::new(),
+            in_bulk,
+            wait: in_bulk,
+        },
+    )
+}
+
+/// Returns the request to make GPUs ready ahead of a copy into them, which does not wait.
+pub(super) fn ready(gpus: Vec<GpuUuid>) -> Op {
+    Op::PreloadPrepare {
+        pids: Vec::new(),
+        gpus,
+        in_bulk: true,
+        wait: false,
     }
-    let prepared = call(client, Op::PreloadPrepare { pids, gpus });
+}
+
+/// Asks for what makes the copy faster, and returns how long it took, in microseconds.
+pub(super) fn ahead(client: &mut Client, prepare: Op) -> u64 {
+    let prepared = call(client, prepare);
     let prepared =
         prepared.inspect_err(|error| tracing::debug!("the GPUs are not ready ahead: {error}"));
     prepared.map_or(0, |reply| reply.micros)

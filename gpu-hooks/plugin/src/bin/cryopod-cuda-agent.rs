@@ -107,7 +107,7 @@ fn load(
     let agent = Agent::new(cuda);
     agent.preloads().gpus.use_driver(library.clone(), &gpus);
     if arguments.has_context {
-        agent.preloads().prepare_later(&[], false);
+        agent.preloads().prepare_later(Vec::new(), false);
     }
     // Whatever it says is only the start; the server reads its end.
     let _ = std::io::stdin().read(&mut [0]);
@@ -214,12 +214,15 @@ fn main() -> ExitCode {
         report: arguments.report,
         limits: Limits::default(),
     });
-    match server.run(&listener, std::io::stdin().as_fd()) {
-        Ok(AgentOutcome::RollbackFailed) => ExitCode::from(2),
-        Ok(_) => ExitCode::SUCCESS,
+    let code = match server.run(&listener, std::io::stdin().as_fd()) {
+        Ok(AgentOutcome::RollbackFailed) => 2,
+        Ok(_) => 0,
         Err(error) => {
             tracing::error!("{error}");
-            ExitCode::from(2)
+            2
         }
-    }
+    };
+    // A thread may still be in the driver, whose handlers of `exit` would meet it there.
+    // SAFETY: ends this process, which has written all that it writes.
+    unsafe { libc::_exit(code) }
 }
