@@ -30,7 +30,7 @@
 #   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
 #   GPU_TEST_PROGRAMS   of: jax cupy, and values of PYTORCH_CUDA_ALLOC_CONF, each with /LAYERS or 2 (all, with three allocators); GPU_TEST_COSTS of:
 #                       launches train serve (all)
-#   GPU_TEST_PARALLEL_KINDS  of: ddp fsdp tensor pipeline exchange (all), GPU_TEST_PARALLEL_STEPS each (120), on GPU_TEST_PARALLEL_RANKS
+#   GPU_TEST_PARALLEL_KINDS  of: ddp fsdp tensor pipeline exchange (all), GPU_TEST_PARALLEL_STEPS each (240), on GPU_TEST_PARALLEL_RANKS
 #                       GPUs (2); GPU_TEST_PARALLEL_ROUNDS: checkpoints at random moments (20)
 #   GPU_TEST_TOUCH      GiB of memory that are used once before all cases (0)
 #   GPU_TEST_LIMIT      seconds for everything (3000); GPU_TEST_WAIT: for one thing that a case waits for (180)
@@ -178,7 +178,7 @@ archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || ec
 pause_sizes=$(printf %q "${GPU_TEST_PAUSE_SIZES:-$([ -n "$sim" ] && echo 100 || echo 24 48)}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
 many=$(printf %q "${GPU_TEST_MANY:-2}") cycles=$(printf %q "${GPU_TEST_CYCLES:-$([ -n "$sim" ] && echo 20 || echo 200)}") kills=$(printf %q "${GPU_TEST_KILLS:-$([ -n "$sim" ] && echo 6 || echo 30)}")
-wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-120}")
+wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-240}")
 parallel_ranks=$(printf %q "${GPU_TEST_PARALLEL_RANKS:-2}") parallel_rounds=$(printf %q "${GPU_TEST_PARALLEL_ROUNDS:-20}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
