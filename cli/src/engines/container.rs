@@ -32,6 +32,11 @@ pub struct Container {
 }
 
 impl Container {
+    /// Finds containers by what [`Container::find`] takes, at the same time: it takes podman 0.1 s to name a process.
+    pub fn find_all(host: &Host, names: &[&str]) -> Vec<anyhow::Result<Self>> {
+        at_once(names, |name| Self::find(host, name))
+    }
+
     /// Finds a container by id, by a prefix of the id, by name, or as `pid:N`, its init process. Fails if there is
     /// none, if there are several, or if it does not run.
     pub fn find(host: &Host, name: &str) -> anyhow::Result<Self> {
@@ -161,13 +166,21 @@ fn by_engine(name: &str) -> anyhow::Result<Option<i32>> {
     if name.starts_with('-') {
         return Ok(None);
     }
-    let answers = ["podman", "docker"].into_iter().filter_map(|engine| {
+    let answers = at_once(&["podman", "docker"], |engine| {
         let args = ["container", "inspect", "--format", "{{.State.Pid}}", name];
         let said = EngineCall::new(engine, LIMIT).args(args).run().ok()?;
         let pid = said.trim().parse::<i32>().ok().filter(|pid| *pid > 0)?;
-        Some((engine, pid))
+        Some((*engine, pid))
     });
-    one_of(name, &answers.collect::<Vec<_>>())
+    one_of(name, &answers.into_iter().flatten().collect::<Vec<_>>())
+}
+
+/// Returns what `ask` says of each, in their order. One that panics is left out.
+fn at_once<T: Sync, A: Send>(all: &[T], ask: impl Fn(&T) -> A + Sync) -> Vec<A> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = all.iter().map(|one| scope.spawn(|| ask(one))).collect();
+        threads.into_iter().filter_map(|t| t.join().ok()).collect()
+    })
 }
 
 /// podman's own command `docker` answers with podman's containers: the same process.

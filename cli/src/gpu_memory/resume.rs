@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use cryopod_archive::metadata::Gpu;
 use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::gpus::gpu::GpuPair;
@@ -163,7 +163,12 @@ struct FoundContainer {
 
 /// Finds the containers, and checks what can be checked without the driver.
 fn found(args: &Args, host: &Host, config: &Config) -> anyhow::Result<FoundContainer> {
-    let container = Container::find(host, &args.container)?;
+    let names: Vec<&str> = std::iter::once(&args.container)
+        .chain(&args.instead_of)
+        .map(String::as_str)
+        .collect();
+    let mut all = Container::find_all(host, &names).into_iter();
+    let container = all.next().context("it was not looked for")??;
     let (record, lock) = locked(host, &container, &args.container)?;
     container.is_unpaused(host, &args.container)?;
     if let Some(record) = &record {
@@ -178,8 +183,9 @@ fn found(args: &Args, host: &Host, config: &Config) -> anyhow::Result<FoundConta
     if args.instead_of.is_some() && record.is_none() {
         bail!("{}: it is not suspended by cryopod", args.container);
     }
-    let other = args.instead_of.as_deref().map(|name| {
-        let other = Container::find(host, name)?;
+    let other = args.instead_of.as_deref().zip(all.next());
+    let other = other.map(|(name, other)| {
+        let other = other?;
         if other.init == container.init {
             bail!("{name}: it is suspended already, and cannot give way to itself");
         }

@@ -34,7 +34,7 @@ IMAGE = {"podman": "localhost/{}", "docker": "{}", "ctr": "localhost/{}:latest"}
 GPU_NODES = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1"]
 LIBRARIES = ["/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu", "/usr/lib64:/lib64"]
 PYTHON = next(f"/usr/lib/{name}" for name in sorted(os.listdir("/usr/lib")) if name.startswith("python3."))
-KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gpu-threads", "gpu-train"]
+KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gpu-threads", "gpu-train", "gpu-nccl"]
 if os.environ.get("KINDS"):
     KINDS = os.environ["KINDS"].split(",")
 FAULTS = {"none": 10, "kill": 50, "stop": 12, "space": 12, "read-only": 3, "driver": 14, "other": 14}
@@ -166,7 +166,8 @@ class Container:
         self.state = "absent"  # running, suspended, saved: as it should be
         self.inside = None  # a checkpoint that the engine keeps with the container
         self.archives, self.made, self.imaged, self.unclean, self.was_stopped = [], 0, -1, False, False
-        self.preload = self.gpu() and random.Random(f"{name}/preload").random() < 0.6
+        # Without the library NCCL's communicators are a refusal.
+        self.preload = kind == "gpu-nccl" or self.gpu() and random.Random(f"{name}/preload").random() < 0.6
         os.makedirs(f"{OUT}/{name}", exist_ok=True)
 
     def gpu(self):
@@ -182,6 +183,7 @@ class Container:
             "counter": "i=0; while :; do echo $i $((i * i)) ok >> /out/log; i=$((i + 1)); sleep 0.1; done",
             "gpu1": client.format("30"), "gpu2": client.format("20 --gpus 0,1 --procs 2"),
             "gpu-threads": client.format("20 --threads 3 --churn"), "gpu-train": client.format("40 --gpus all --train-mib 2"),
+            "gpu-nccl": "exec /cusim/cusim-nccl --ranks 2 --mib 8 --interval-ms 100 >> /out/log 2>&1",
         }
         return ["sh", "-c", own.get(self.kind, f"exec /python3 /job.py {self.kind} /out/log")]
 
@@ -274,7 +276,7 @@ class Container:
         new = [line for line in self.lines()[start:] if line.split(" ")[0].isdigit()]
         if corrupt := [line for line in self.lines() if "CORRUPT" in line]:
             raise Violation(f"{self.name} has wrong sums: {corrupt[0]}")
-        if after and self.kind != "gpu2" and not after[0] <= int(new[0].split(" ")[0]) <= after[1] + 1:  # whose two count apart
+        if after and self.kind not in ("gpu2", "gpu-nccl") and not after[0] <= int(new[0].split(" ")[0]) <= after[1] + 1:  # whose two count apart
             raise Violation(f"{self.name} goes on at {new[0]}, and the checkpoint was made between {after[0]} and {after[1]}")
 
 
