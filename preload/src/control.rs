@@ -24,6 +24,8 @@ const TICK: Duration = Duration::from_millis(1);
 const AGAIN: Duration = Duration::from_secs(1);
 /// Longest that a request may hold the calls.
 const LONGEST: Duration = Duration::from_secs(3600);
+/// How long another agent may take to come when one has died.
+const ANOTHER_AGENT: Duration = Duration::from_secs(60);
 
 static STARTED: AtomicBool = AtomicBool::new(false);
 /// Descriptors that a forked child must not keep: our end, the agent's, the card, the copy that stays, and the memory that is kept.
@@ -116,6 +118,8 @@ struct Control<'a> {
     number: u64,
     /// Nobody reads the answers: the agent has died.
     deaf: Cell<bool>,
+    /// When communicators that are down are given up, as the agent that took them down has died.
+    given_up: Option<Instant>,
 }
 
 fn serve(socket: &OwnedFd) {
@@ -130,15 +134,25 @@ fn serve(socket: &OwnedFd) {
         untaken: Vec::new(),
         number: 0,
         deaf: Cell::new(false),
+        given_up: None,
     };
     loop {
-        let left = match control.state {
-            State::Stopped(until) => Some(until.saturating_duration_since(Instant::now())),
+        let stopped = match control.state {
+            State::Stopped(until) => Some(until),
             State::Open | State::Away => None,
         };
+        let until = stopped.into_iter().chain(control.given_up).min();
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let received = match wire::request(socket, left) {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if control
+                    .given_up
+                    .is_some_and(|until| Instant::now() >= until)
+                {
+                    control.given_up = None;
+                    state::give_up();
+                }
                 // Another holder of the socket may have read what was there.
                 if matches!(control.state, State::Stopped(until) if Instant::now() >= until) {
                     control.go_on();
@@ -172,8 +186,11 @@ fn cuda(code: c_int) -> Reason {
 impl Control<'_> {
     /// Carries out what is about communicators; `None` for anything else. It does not depend on where the memory is: the
     /// agent knows the order.
-    fn nccl(&self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
+    fn nccl(&mut self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
         let limit = |ms| Duration::from_millis(ms).min(LONGEST);
+        if matches!(request, Request::NcclHold { .. } | Request::NcclUp { .. }) {
+            self.given_up = None;
+        }
         let answer = match request {
             Request::NcclLook => Ok(moves::look().encode()),
             Request::NcclHold { hold_ms } => {
@@ -256,7 +273,7 @@ impl Control<'_> {
                 }
                 let filled = self.fill();
                 memory::be_impatient();
-                state::give_up();
+                self.give_up();
                 filled
             }
             (Request::Spare, State::Away) => {
@@ -274,7 +291,7 @@ impl Control<'_> {
             (Request::Fill, State::Open | State::Stopped(_)) => {
                 self.go_on();
                 memory::be_impatient();
-                state::give_up();
+                self.give_up();
                 Ok(())
             }
             (Request::State, State::Away) => Ok(()),
@@ -283,6 +300,15 @@ impl Control<'_> {
                 Ok(())
             }
             _ => Err(Reason::Order),
+        }
+    }
+
+    /// Lets NCCL's calls go on. Communicators that are down stay so for a while: whoever has started the agent starts
+    /// another one, which makes them again.
+    fn give_up(&mut self) {
+        match state::is_down() {
+            true => self.given_up = Some(Instant::now() + ANOTHER_AGENT),
+            false => state::give_up(),
         }
     }
 

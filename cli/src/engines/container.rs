@@ -175,11 +175,14 @@ fn by_engine(name: &str) -> anyhow::Result<Option<i32>> {
     one_of(name, &answers.into_iter().flatten().collect::<Vec<_>>())
 }
 
-/// Returns what `ask` says of each, in their order. One that panics is left out.
+/// Returns what `ask` says of each, in their order.
 fn at_once<T: Sync, A: Send>(all: &[T], ask: impl Fn(&T) -> A + Sync) -> Vec<A> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = all.iter().map(|one| scope.spawn(|| ask(one))).collect();
-        threads.into_iter().filter_map(|t| t.join().ok()).collect()
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined
+            .map(|answer| answer.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
     })
 }
 

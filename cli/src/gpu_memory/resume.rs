@@ -63,7 +63,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             None => resumed_beside(&processes, &map, &work.agent.ready.gpus),
         };
         let said;
-        (said, work, client) = other.suspend(&host, &config, work, client, None, meanwhile)?;
+        (said, work, client) =
+            other.suspend(&host, &config, work, client, None, Some(meanwhile))?;
         if !args.quiet {
             print!("{said}");
         }

@@ -58,7 +58,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let work = work?.begin(&config)?;
     let client = work.connect()?;
     let (said, work, client) =
-        container.suspend(&host, &config, work, client, directory.as_ref(), Vec::new())?;
+        container.suspend(&host, &config, work, client, directory.as_ref(), None)?;
     drop(client);
     work.end();
     if !args.quiet {
@@ -104,8 +104,8 @@ impl RunningContainer {
         })
     }
 
-    /// Suspends it, and returns what to tell; the agent does `meanwhile` during the driver's checkpoint. On error the
-    /// agent has brought it back, or the error says what is left.
+    /// Suspends it, and returns what to tell. `meanwhile`: what the agent, which then resumes another container, does during
+    /// the driver's checkpoint. On error the agent has brought it back, or the error says what is left.
     pub fn suspend(
         &self,
         host: &Host,
@@ -113,12 +113,13 @@ impl RunningContainer {
         work: SuspendWork,
         mut client: Client,
         to: Option<&SuspendDirectory>,
-        meanwhile: Vec<Op>,
+        meanwhile: Option<Vec<Op>>,
     ) -> anyhow::Result<(String, SuspendWork, Client)> {
         let name = &self.name;
         let mut how = work.how(config, to.map(|directory| directory.path.clone()))?;
         how.refuse_shared = self.policy == Policy::Refuse;
-        how.meanwhile = meanwhile;
+        how.goes_on = meanwhile.is_some();
+        how.meanwhile = meanwhile.unwrap_or_default();
         room(&work.agent, &self.pids)?;
         let started = Instant::now();
         let mut note = |done: &Done| {
@@ -237,7 +238,7 @@ impl StartedWork {
         let op = Operation::new()?;
         let found = plugins::find(config, host);
         let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
-        // Only a copy by the preload library is kept, and those who keep copies wait for this: it takes 0.16 s.
+        // Only a copy by the preload library is kept, and those who keep copies wait for this: it takes up to 0.1 s.
         let has_context = config.suspend.keep > 0;
         let agent = StartedAgent::of_operation(config, &found, &op, has_context)?;
         Ok(Self { agent, op })
@@ -273,6 +274,7 @@ impl SuspendWork {
             step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
             nccl_quiesce_ms: config.nccl.quiesce_ms(),
             refuse_shared: true,
+            goes_on: false,
             meanwhile: Vec::new(),
             keep: u64::from(config.suspend.keep) << 30,
         })

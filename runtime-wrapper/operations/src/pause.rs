@@ -378,6 +378,7 @@ impl PauseDriver {
             nccl_quiesce_ms: config.nccl.quiesce_ms(),
             refuse_shared: true,
             keep: 0,
+            goes_on: false,
             meanwhile: Vec::new(),
         })
     }

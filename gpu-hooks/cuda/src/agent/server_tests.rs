@@ -161,6 +161,7 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         nccl_quiesce_ms: 60_000,
         refuse_shared: true,
         keep: 0,
+        goes_on: false,
         meanwhile: Vec::new(),
     };
     let mut noted = None;

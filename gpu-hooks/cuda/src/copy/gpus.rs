@@ -42,7 +42,7 @@ impl Gpus {
         })
     }
 
-    /// Frees what this program itself has on the GPUs, which takes the driver 0.1 s, once nothing is copied any more. The
+    /// Frees what this program itself has on the GPUs, which takes the driver a moment, once nothing is copied any more. The
     /// next copy makes it anew.
     pub fn let_go(&self) {
         let copier = self.loaded().take();

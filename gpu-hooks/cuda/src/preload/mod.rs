@@ -29,7 +29,7 @@ const REST: Duration = Duration::from_secs(600);
 /// Bytes of messages that may wait for a stopped process, with what the kernel adds: some 1,000 to each.
 const QUEUED: usize = 8 << 20;
 /// How long the library may take to tell its state.
-const STATE_LIMIT: Duration = Duration::from_secs(5);
+pub const STATE_LIMIT: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: u32 = 2;
 
@@ -163,9 +163,9 @@ impl Library {
     ///
     /// # Errors
     /// It does not answer, or cannot be reached.
-    pub fn waits(pid: i32) -> io::Result<bool> {
+    pub fn waits(pid: i32, limit: Duration) -> io::Result<bool> {
         match Self::find(pid)? {
-            Some(library) => library.is_away(STATE_LIMIT),
+            Some(library) => library.is_away(limit),
             None => Ok(false),
         }
     }
@@ -427,7 +427,7 @@ mod tests {
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
         let mut memory = File::from(rustix::fs::memfd_create(MEMFD, flags).unwrap());
         memory.write_all(b"CRYOPRE9________________").unwrap();
-        let unknown = Library::waits(own).unwrap_err();
+        let unknown = Library::waits(own, STATE_LIMIT).unwrap_err();
         assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
         assert!(Library::of(own).is_none() && !Library::is_in(own));
     }

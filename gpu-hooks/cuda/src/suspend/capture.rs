@@ -32,7 +32,7 @@ pub(super) fn checkpoint(
     };
     let mut attendant = Capture {
         threads: how.vram.threads(),
-        let_go: meanwhile.is_empty(),
+        let_go: !how.goes_on,
         captured: Vec::new(),
         left_out,
     };

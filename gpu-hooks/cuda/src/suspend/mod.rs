@@ -18,8 +18,8 @@ use crate::exchange::client::{Client, ClientError};
 use crate::exchange::{Attendant, ExchangeError, exchange};
 use crate::gpus::gpu::{GpuPair, GpuUuid, mapped};
 use crate::messages::protocol::{AgentGpu, Op, Outcome, ProcessState, QUERY_MS, Reply};
-use crate::preload::Library;
 use crate::preload::nccl::Group;
+use crate::preload::{Library, STATE_LIMIT};
 use crate::procfs;
 use crate::released::Released;
 use crate::vram::{SharedBuffer, VramBuffer, VramConfig};
@@ -29,7 +29,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspended {
@@ -61,6 +61,8 @@ pub struct How {
     pub refuse_shared: bool,
     /// Host memory for the copies that stay with processes after a resume, in bytes, of all processes of this host.
     pub keep: u64,
+    /// Whether the agent resumes another container afterwards.
+    pub goes_on: bool,
     /// What the agent does during the driver's checkpoint: [`resumed_beside`]. If it fails, the resume does it.
     pub meanwhile: Vec<Op>,
 }
@@ -196,6 +198,10 @@ pub fn suspend(
 
 /// GPU memory that must stay unused beside what processes are given meanwhile, in bytes.
 const SPARE: u64 = 1 << 30;
+
+/// How long the library of a process that the driver has locked may take to tell its state. One whose agent has died brings
+/// its memory back by itself, for which it waits for the driver: it is asked again when the process runs.
+const BRIEF: Duration = Duration::from_millis(500);
 
 /// How long the other container, which may be running, waits for such a restore.
 const MEANWHILE_MS: u64 = 20_000;
@@ -339,7 +345,7 @@ pub fn resume(
         .map(|p| p.pid)
         .collect();
     // Nobody may have noted what it had.
-    let mut waiting = BTreeSet::new();
+    let (mut waiting, mut silent) = (BTreeSet::new(), Vec::new());
     for process in &alive {
         let runs = states.get(&process.pid) == Some(&ProcessState::Running);
         // Before the driver's part: after it the process runs, and its memory is in the files alone.
@@ -352,11 +358,16 @@ pub fn resume(
         if !runs && !process.buffers.is_empty() {
             continue;
         }
-        let asked = match Library::waits(process.pid) {
+        let limit = if runs { STATE_LIMIT } else { BRIEF };
+        let asked = match Library::waits(process.pid, limit) {
             // Nothing was taken out of it.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => false,
             Err(error) if runs && is_alive(&process) => {
                 return Err(step("asking the preload library", process.pid, error));
+            }
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                silent.push(process.pid);
+                false
             }
             asked => asked.unwrap_or(false),
         };
@@ -364,7 +375,6 @@ pub fn resume(
             waiting.insert(process.pid);
         }
     }
-    let preloaded = |pid: &i32| with_library.contains(pid) || waiting.contains(pid);
     let mut wait = are(ProcessState::Running);
     wait.retain(|(pid, _)| waiting.contains(pid));
     // As after a checkpoint whose agent has died.
@@ -445,6 +455,12 @@ pub fn resume(
         limit_ms,
     })?;
     done.steps.push(("unlock", micros));
+    let limit = Duration::from_millis(limit_ms);
+    waiting.extend(silent.into_iter().filter(|pid| {
+        let asked = Library::waits(*pid, limit);
+        asked.is_ok_and(|waits| waits)
+    }));
+    let preloaded = |pid: &i32| with_library.contains(pid) || waiting.contains(pid);
     wait.extend(unlock.into_iter().filter(|(pid, _)| preloaded(pid)));
     if !wait.is_empty() {
         let micros = preload::bring_in(client, &wait, &loaded, how)?;

@@ -23,7 +23,8 @@ fn threads_each(how: &How, processes: usize) -> usize {
 /// Makes the GPUs of processes ready ahead of a copy out of them, and returns how long that took. Little is copied of those
 /// that have kept a copy: their GPUs are not waited for, so that they stop meanwhile.
 pub(super) fn prepare(client: &mut Client, pids: Vec<i32>) -> u64 {
-    let in_bulk = pids.iter().any(|pid| Library::spare_bytes(*pid) == 0);
+    let mut with = pids.iter().filter(|pid| Library::is_in(**pid));
+    let in_bulk = with.any(|pid| Library::spare_bytes(*pid) == 0);
     ahead(
         client,
         Op::PreloadPrepare {

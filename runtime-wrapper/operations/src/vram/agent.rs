@@ -48,12 +48,20 @@ pub enum AgentError {
     Silent(Duration),
 }
 
-/// An agent that loads the driver. It asks for what uses the GPUs once [`StartedAgent::ready`] is called. Dropped, it ends
-/// by itself.
+/// An agent that loads the driver. It asks for what uses the GPUs once [`StartedAgent::ready`] is called. Dropped, it is
+/// killed, and nobody waits for its end: it has locked nothing.
 #[derive(Debug)]
 pub struct StartedAgent {
-    child: Child,
+    child: Option<Child>,
     answer: mpsc::Receiver<String>,
+}
+
+impl Drop for StartedAgent {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+        }
+    }
 }
 
 /// A running agent. Dropped, it puts back what was not committed, and ends.
@@ -126,15 +134,18 @@ impl StartedAgent {
                 let _ = tx.send(line);
             });
         }
-        Ok(Self { child, answer: rx })
+        Ok(Self {
+            child: Some(child),
+            answer: rx,
+        })
     }
 
     /// Waits until it is ready. On failure nothing is left running.
-    pub fn ready(self, limit: Duration) -> Result<RunningAgent, AgentError> {
-        let Self { mut child, answer } = self;
+    pub fn ready(mut self, limit: Duration) -> Result<RunningAgent, AgentError> {
+        let mut child = self.child.take().ok_or(AgentError::Silent(limit))?;
         // If it has died, so says its answer.
         let _ = child.stdin.as_ref().map(|mut stdin| stdin.write_all(b"\n"));
-        let answer = answer.recv_timeout(limit).ok();
+        let answer = self.answer.recv_timeout(limit).ok();
         let failed = match answer.as_deref().map(serde_json::from_str::<AgentReady>) {
             Some(Ok(ready)) if ready.ready => match of_another_version(&ready) {
                 None => {

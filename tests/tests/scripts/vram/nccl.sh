@@ -17,6 +17,15 @@ pod pause job > /dev/null # as docker and containerd do before a checkpoint
 check 'paused: checkpoint' does cryopod-runtime checkpoint --leave-running --image-path /tmp/paused "$id"
 pod unpause job > /dev/null
 check 'paused: the sums go on' goes_on
+set_switch hang-checkpoint:1
+cryopod-runtime checkpoint --leave-running --image-path /tmp/killed "$id" > /tmp/said 2>&1 &
+checkpoint=$!
+wait_for hangs_at hang-checkpoint
+pkill -9 -x cryopod-cuda-ag
+clear_switches
+code=0 && wait $checkpoint || code=$?
+check 'the agent killed: said' test "$code" != 0
+check 'the agent killed: the sums go on' goes_on
 check 'suspend' does cryopod suspend job
 check 'suspended: nothing is in use' used 'all(. == 0)'
 check 'resume' does cryopod resume job
