@@ -19,7 +19,8 @@ use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use cryopod_host::files::{if_there, read_bounded_from};
+use cryopod_host::cgroups;
+use cryopod_host::files::{Host, if_there, read_bounded_from};
 use cryopod_host::limited::wait_until;
 
 const KILL_LIMIT: Duration = Duration::from_secs(20);
@@ -278,10 +279,15 @@ impl Restore {
 
     pub fn finish(&mut self, succeeded: bool) {
         if succeeded && self.done && self.session.failed().is_none() {
-            // CRIU has let go of the processes, which run.
+            // CRIU has let go of the processes, which run. Those of a container that waits for its start do not: the start
+            // makes their communicators again.
+            let host = Host::system();
             let images = self.session.image.processes.iter();
             let running = images.filter(|r| r.initial_state == ProcessState::Running);
-            let running: Vec<i32> = running.map(|record| record.host_pid).collect();
+            let running = running.map(|record| record.host_pid);
+            let running: Vec<i32> = running
+                .filter(|pid| !cgroups::is_frozen(&host, *pid))
+                .collect();
             if let Err(failed) = self.session.nccl_up(&running) {
                 self.session.fail(failed);
             }

@@ -83,11 +83,7 @@ impl Communicators {
     }
 }
 
-/// Makes the communicators of running processes again that are down.
+/// [`Group::bring_up`] for a reply.
 pub fn up(pids: &[i32]) -> Result<NcclDone, DriverError> {
-    let mut group = Group::of(pids).map_err(unsupported)?;
-    match group.is_down() {
-        true => group.up(UP).map_err(unsupported),
-        false => Ok(NcclDone::default()),
-    }
+    Group::bring_up(pids).map_err(unsupported)
 }

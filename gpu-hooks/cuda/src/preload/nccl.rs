@@ -289,6 +289,18 @@ impl Group {
         Ok(done)
     }
 
+    /// Makes the communicators of running processes again that are down; none, if none is.
+    ///
+    /// # Errors
+    /// As for [`Group::of`], or a text for a user: what failed.
+    pub fn bring_up(pids: &[i32]) -> Result<NcclDone, String> {
+        let mut group = Self::of(pids)?;
+        match group.is_down() {
+            true => group.up(UP),
+            false => Ok(NcclDone::default()),
+        }
+    }
+
     /// Asks all processes at the same time; the first error.
     fn all_at_once<T: Send>(
         &self,

@@ -96,10 +96,14 @@ fn within_limit<T: Send + 'static>(
     })
 }
 
+struct Loaded {
+    agent: Arc<Agent<LibCuda>>,
+    gpus: Vec<AgentGpu>,
+    users: Vec<GpuUser>,
+}
+
 /// Loads the driver, and asks for what uses the GPUs when a line has come on stdin, or its end.
-fn load(
-    arguments: &Arguments,
-) -> Result<(Arc<Agent<LibCuda>>, Vec<AgentGpu>, Vec<GpuUser>), LoadError> {
+fn load(arguments: &Arguments) -> Result<Loaded, LoadError> {
     let libraries = arguments.libraries.clone();
     let cuda = within_limit(move || LibCuda::load_first(&libraries))??;
     let library = cuda.path().to_owned();
@@ -115,7 +119,7 @@ fn load(
         let users = nvml::ask(&library, &mut gpus);
         (gpus, users)
     })?;
-    Ok((agent, gpus, users))
+    Ok(Loaded { agent, gpus, users })
 }
 
 fn announce(ready: &AgentReady) {
@@ -181,7 +185,7 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
-    let (agent, gpus, users) = match load(&arguments) {
+    let Loaded { agent, gpus, users } = match load(&arguments) {
         Ok(loaded) => loaded,
         Err(error) => return give_up(error.cause, error.remedy),
     };

@@ -8,6 +8,10 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use cryopod_cuda::preload::nccl::Group;
+use cryopod_cuda::suspend;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
 use cryopod_host::programs::{Output, SystemTools, Tools};
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -19,7 +23,7 @@ use crate::request::passthrough;
 use crate::request::state::{self, ContainerState, verb};
 use crate::restore::new_container::hooks::NewHooks;
 use crate::run::application::{self, Moment};
-use crate::run::child;
+use crate::run::{child, log};
 
 const FILE: &str = "cryopod-waits-for-start";
 
@@ -124,6 +128,7 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
     if let Some(state) = state {
+        bring_communicators_up(inv, state.init);
         let spec = state.spec(ctx, inv);
         match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
             Ok(hooks) => hooks.poststart(state.init).map_err(|e| {
@@ -137,6 +142,22 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         application::notify(ctx, inv, &spec, Moment::AfterRestore);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Makes NCCL's communicators again, which its checkpoint took down: its processes could not do it before.
+fn bring_communicators_up(inv: &Invocation, init: i32) {
+    let pids = live::tree(&Host::system(), init);
+    match Group::bring_up(&pids) {
+        Ok(done) if done.communicators > 0 => tracing::info!("{}: {done}", inv.id),
+        Ok(_) => {}
+        Err(e) => {
+            suspend::recover(&pids);
+            log::error(&format!(
+                "{} is restored and runs, but NCCL's communicators were not made again, and its calls fail: {e}",
+                inv.id
+            ));
+        }
+    }
 }
 
 /// Prints the state, with `created` for `paused`.

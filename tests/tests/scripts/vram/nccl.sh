@@ -38,6 +38,17 @@ done
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 end
 
+# A copy waits for its start, and nobody answers until then.
+run_rootfs --ranks 2 --mib 8 --interval-ms 50
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+end
+printf '[restore]\nallow = [{ from = "/tmp" }]\n' >> /etc/cryopod/config.toml
+extra=(--annotation dev.cryopod.restore=/tmp/job.tar)
+check 'a copy: its sums go on' run_rootfs --ranks 2 --mib 8 --interval-ms 50
+check 'a copy: checkpoint' does pod container checkpoint --export /tmp/copy.tar job
+extra=()
+end
+
 # Ranks that do not come level.
 printf '[nccl]\nquiesce_s = 2\n' >> /etc/cryopod/config.toml
 shm() { echo "/proc/$(pgrep -n -x cusim-nccl)/root/dev/shm"; }
