@@ -24,8 +24,8 @@ const TICK: Duration = Duration::from_millis(1);
 const AGAIN: Duration = Duration::from_secs(1);
 /// Longest that a request may hold the calls.
 const LONGEST: Duration = Duration::from_secs(3600);
-/// How long another agent may take to come when one has died.
-const ANOTHER_AGENT: Duration = Duration::from_secs(60);
+/// How long another agent, which first waits for the driver, may take to come when one has died.
+const ANOTHER_AGENT: Duration = Duration::from_secs(300);
 
 static STARTED: AtomicBool = AtomicBool::new(false);
 /// Descriptors that a forked child must not keep: our end, the agent's, the card, the copy that stays, and the memory that is kept.
@@ -188,7 +188,7 @@ impl Control<'_> {
     /// agent knows the order.
     fn nccl(&mut self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
         let limit = |ms| Duration::from_millis(ms).min(LONGEST);
-        if matches!(request, Request::NcclHold { .. } | Request::NcclUp { .. }) {
+        if matches!(request, Request::NcclUp { .. }) {
             self.given_up = None;
         }
         let answer = match request {

@@ -479,8 +479,8 @@ mod tests {
         bed.process.kill().unwrap();
         bed.containerd.shutdown(Shutdown::Both).unwrap();
         bed.link.shutdown(Shutdown::Both).unwrap();
-        // It asks whether the container lives.
-        bed.stock.accept().unwrap();
+        // It asks whether the container lives, and waits for the answer as long as this is open.
+        let _asked = bed.stock.accept().unwrap();
         assert_eq!(bed.server.open.load(Ordering::Acquire), 0);
         assert!(restore::has_image_work());
     }

@@ -118,7 +118,8 @@ pub enum Request {
     /// Answers with a piece that has the file kept.
     Kept,
     /// Lets the calls go on, whatever the state: memory that was released is allocated again and copied from the attached
-    /// file, or from the one kept. The slow way back for when there is no agent.
+    /// file, or from the one kept. The slow way back for when there is no agent. NCCL's communicators that are down wait a
+    /// while for another agent.
     Fill,
     /// Answers [`Answer::Done`] if the memory is away.
     State,

@@ -321,7 +321,7 @@ pub fn bring_back(config: &Config, host: &Host, op: &Operation, pids: &[i32]) ->
     };
     if back.is_ok() {
         // Those that the driver had not locked yet. After an error some may be locked, and would wait for the driver with
-        // their library's mutex; where only communicators are down they would be given up.
+        // their library's mutex.
         suspend::recover(pids);
     }
     back

@@ -44,6 +44,10 @@ impl Communicators {
     ) -> Result<NcclDone, DriverError> {
         let host = Host::system();
         let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
+        if Group::of(pids).is_ok_and(|group| group.is_down()) {
+            // The agent that took them down has died, and no other one has come yet.
+            up(pids)?;
+        }
         let mut group = Group::settled(pids).map_err(unsupported)?;
         if let Some((pid, why)) = group.multicast() {
             return Err(unsupported(format!("process {pid}: {why}")));

@@ -120,6 +120,10 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
             inv.id
         )));
     }
+    // Before the note goes: a `start` that is killed meanwhile can be repeated.
+    if let Some(state) = &state {
+        bring_communicators_up(inv, state.init);
+    }
     let path = file(ctx, inv);
     if let Err(e) = std::fs::remove_file(&path)
         && e.kind() != std::io::ErrorKind::NotFound
@@ -128,7 +132,6 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
     if let Some(state) = state {
-        bring_communicators_up(inv, state.init);
         let spec = state.spec(ctx, inv);
         match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
             Ok(hooks) => hooks.poststart(state.init).map_err(|e| {
@@ -153,7 +156,7 @@ fn bring_communicators_up(inv: &Invocation, init: i32) {
         Err(e) => {
             suspend::recover(&pids);
             log::error(&format!(
-                "{} is restored and runs, but NCCL's communicators were not made again, and its calls fail: {e}",
+                "{} is restored and runs, but NCCL's communicators, if it has any, were not made again: {e}; `cryopod resume pid:{init}` tries it again",
                 inv.id
             ));
         }
