@@ -202,6 +202,8 @@ const SPARE: u64 = 1 << 30;
 /// How long the library of a process that the driver has locked may take to tell its state. One whose agent has died brings
 /// its memory back by itself, for which it waits for the driver: it is asked again when the process runs.
 const BRIEF: Duration = Duration::from_millis(500);
+/// How long a process may take to bring its memory back by itself, once it runs.
+const ALONE: Duration = Duration::from_secs(60);
 
 /// How long the other container, which may be running, waits for such a restore.
 const MEANWHILE_MS: u64 = 20_000;
@@ -455,10 +457,12 @@ pub fn resume(
         limit_ms,
     })?;
     done.steps.push(("unlock", micros));
-    let limit = Duration::from_millis(limit_ms);
     waiting.extend(silent.into_iter().filter(|pid| {
-        let asked = Library::waits(*pid, limit);
-        asked.is_ok_and(|waits| waits)
+        let asked = Library::waits(*pid, ALONE);
+        asked.unwrap_or_else(|error| {
+            tracing::warn!(pid, "its GPU memory may still be away: {error}");
+            false
+        })
     }));
     let preloaded = |pid: &i32| with_library.contains(pid) || waiting.contains(pid);
     wait.extend(unlock.into_iter().filter(|(pid, _)| preloaded(pid)));

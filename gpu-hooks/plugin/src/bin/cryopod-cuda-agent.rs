@@ -5,9 +5,8 @@
 //!
 //! Started before the freeze, because `cuInit` is slow; with `--context`, also a context on the first GPU, which a copy
 //! needs. When a line has come on its stdin, it finds out what uses the GPUs. Prints one line of JSON when it listens or has
-//! given up. Ends
-//! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
-//! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
+//! given up. Ends when its stdin is closed and no connection is left. If a connection ends without a commit, puts its
+//! processes back first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
 use cryopod_archive::format::limits::raise_open_files;
 use cryopod_cuda::agent::server::{Server, listen};
