@@ -306,7 +306,7 @@ impl Control<'_> {
     /// Lets NCCL's calls go on. Communicators that are down stay so for a while: whoever has started the agent starts
     /// another one, which makes them again.
     fn give_up(&mut self) {
-        match state::is_down() {
+        match state::lacks_comms() {
             true => self.given_up = Some(Instant::now() + ANOTHER_AGENT),
             false => state::give_up(),
         }

@@ -44,31 +44,30 @@ copy() {
     first_answer "$1" --annotation dev.cryopod.restore="$archive" "${gpu[@]/#"/dev/nvidia$(minor_of 0)"/$other}" "$image" true
 }
 
-copies_two() { # RUNTIME LAYERS WIDTH LABEL: one copy, then one on each of two GPUs at once
+copies_two() { # RUNTIME LAYERS WIDTH LABEL: one copy, then one on each of two GPUs (GPU_TEST_MANY) at once
     local label=$4 archive=/var/lib/containers/copies/server.tar cold random pull one two i copying=()
-    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    [ "$gpus" -ge "$many" ] || skip "$label" "this machine has $gpus GPUs"
     served "$1" "$2" "$3" || return
     copy first 0 > /tmp/first || return # whatever is read for the first time
     pod rm -f -t 0 first > /dev/null
     one=$(copy one 0) || return
     pod rm -f -t 0 one > /dev/null
-    for i in 0 1; do
+    for ((i = 0; i < many; i++)); do
         copy "copy$i" "$i" > "/tmp/copy$i" &
         copying+=($!)
     done
-    wait "${copying[0]}" || return
-    wait "${copying[1]}" || return
-    for i in 0 1; do
+    for i in "${copying[@]}"; do wait "$i" || return; done
+    for ((i = 0; i < many; i++)); do
         wait_for more_lines "copy$i" 60 || return
         if podman logs "copy$i" 2>&1 | grep CORRUPT; then return 1; fi
     done
-    two=$(cat /tmp/copy0 /tmp/copy1 | sort -n | tail -n 1)
+    two=$(cat /tmp/copy[0-9]* | sort -n | tail -n 1)
     result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson random "$random" --argjson pull "$pull" \
-        --argjson one "$one" --argjson two "$two" --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
-        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cold_random_s: $random, cache_pull_s: $pull, one_s: $one, two_s: $two, times: ($two / $one), info: $info}')"
+        --argjson one "$one" --argjson two "$two" --argjson many "$many" --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
+        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cold_random_s: $random, cache_pull_s: $pull, one_s: $one, copies: $many, two_s: $two, times: ($two / $one), info: $info}')"
     rm -r /var/lib/containers/copies /var/lib/containers/weights
     cryopod cache prune -q
-    jq -c '{case, cold_s, cold_random_s, one_s, two_s, times, info}' <<< "$(tail -n 1 /out/results.jsonl)"
+    jq -c '{case, cold_s, cold_random_s, one_s, copies, two_s, times, info}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
 copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache

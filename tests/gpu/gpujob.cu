@@ -1,5 +1,6 @@
 // gpujob GIB CHUNK_MIB GPU[,GPU...] [zero|half]: one process a GPU, each holding GIB of device memory (plain cudaMalloc)
-// filled with random words, zeros, or every other MiB random. Prints TICK SUM ok|CORRUPT SECONDS every 10 ms, and pI behind it when there are several.
+// filled with random words, zeros, or every other MiB random. Prints TICK SUM ok|CORRUPT SECONDS
+// every 10 ms, every second where there are more than 16 processes, and pI behind it when there are several. A GPU may be named often.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -38,6 +39,7 @@ __global__ void sum(const uint64_t *p, size_t n, unsigned long long *out) {
 }
 
 static bool zero = false, half = false;
+static useconds_t pause_us = 10000;
 
 static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
     CHECK(cudaSetDevice(gpu));
@@ -64,7 +66,7 @@ static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
         int n = snprintf(line, sizeof line, "%d %016llx %s %ld.%03ld%s\n", tick, now, now == first ? "ok" : "CORRUPT",
                          (long)t.tv_sec, t.tv_nsec / 1000000, suffix);
         if (write(1, line, n) != n) exit(1);
-        usleep(10000);
+        usleep(pause_us);
     }
 }
 
@@ -78,6 +80,7 @@ int main(int argc, char **argv) {
     size_t bytes = (size_t)(atof(argv[1]) * (1ull << 30)), chunk = (size_t)atol(argv[2]) << 20;
     std::vector<int> gpus;
     for (char *word = strtok(argv[3], ","); word; word = strtok(nullptr, ",")) gpus.push_back(atoi(word));
+    if (gpus.size() > 16) pause_us = 1000000;
     if (gpus.size() == 1) work(bytes, chunk, gpus[0], "");
     for (size_t i = 0; i < gpus.size(); i++) { // forked before CUDA is used: none of it survives a fork
         if (fork() == 0) {

@@ -496,9 +496,15 @@ for part in $parts; do
             for rt in $runtimes; do parallel_all "$rt" "$parallel_ranks"; done
             annotations=()
             ;;
-        parallel-random | parallel-apart | parallel-cost)
+        parallel-random | parallel-apart | parallel-cost | parallel-copy)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case "$part" "${part//-/_}" "${runtimes%% *}" "$parallel_ranks"
+            annotations=()
+            ;;
+        processes) run_case processes processes "${runtimes%% *}" "$many_processes" ;;
+        preload-processes)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case preload-processes processes "${runtimes%% *}" "$many_processes"
             annotations=()
             ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;

@@ -72,6 +72,47 @@ parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, 
             round_trips: $rows, checkpoint: $rows[0].checkpoint, restore: $rows[0].restore, longest_pause_s: $gap}')"
 }
 
+# agent_killed SECONDS: a checkpoint whose agent is killed so long after its start; whether it succeeds is not said.
+agent_killed() {
+    pod container checkpoint --leave-running --keep job > "/logs/$label.killed.$1" 2>&1 &
+    sleep "$1"
+    kill_named cryopod-cuda-ag
+    wait $! || true
+}
+
+parallel_copy() { # RUNTIME RANKS LABEL: the agent killed at six moments, then a container that is created from the job's checkpoint
+    local label=$3 archive=/var/lib/containers/copies/job.tar before after moment from took want=/logs/parallel-ddp.whole.out
+    [ -e "$want" ] || { parallel_kinds=ddp parallel_wholes "$2" && [ -s "$want" ]; } || return
+    low_level "$1"
+    printf '[restore]\nallow = ["/var/lib/containers/copies"]\n' >> /etc/cryopod/config.toml
+    mkdir -p -m 755 /var/lib/containers/copies
+    parallel_job ddp "$2"
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    for moment in 0.3 0.5 0.7 0.9 1.2 1.6; do
+        before=$(lines job) from=$(now)
+        agent_killed "$moment"
+        wait_for more_lines job $((before + 2 * $2)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+        say "$label: agent killed after $moment s: $(tail -n 1 "/logs/$label.killed.$moment" | cut -c -200); $(since "$from") s until it went on"
+    done
+    [ "$before" -lt $((parallel_steps * $2)) ] || { say "$label: it was over before the last kill" && return 1; }
+    checkpoint job "$label" "$archive" || return
+    before=$(lines job)
+    podman logs job > "/logs/$label.job.out" 2>&1
+    pod rm -f -t 0 job > /dev/null || return
+    from=$(now)
+    pod run -d --name copy --annotation dev.cryopod.restore="$archive" "${gpu[@]}" "$image" true > "/logs/$label.err" 2>&1 || { cat "/logs/$label.err" && return 1; }
+    wait_for more_lines copy "$2" || { podman logs copy 2>&1 | tail -n 20 && return 1; }
+    took=$(since "$from")
+    wait_for state_is copy exited || return
+    podman logs copy > "/logs/$label.copy.out" 2>&1
+    after=$(numbers "/logs/$label.copy.out" | wc -l)
+    [ $((before + after)) -ge $((parallel_steps * $2)) ] || { say "$label: $before and $after lines" && return 1; }
+    cmp <(numbers "$want") <(cat "/logs/$label.job.out" "/logs/$label.copy.out" > /tmp/both; numbers /tmp/both | uniq) || { say "$label: the numbers differ" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson ranks "$2" --argjson save "$saved" --argjson took "$took" --argjson n "$after" \
+        '{case: $case, ok: true, runtime: $runtime, ranks: $ranks, checkpoint: $save, copy_goes_on_s: $took, numbers_identical: $n}')"
+    rm -r /var/lib/containers/copies
+}
+
 parallel_random() { # RUNTIME RANKS LABEL: many checkpoints at random moments of a job whose ranks are out of step
     local label=$3 before n took=()
     low_level "$1"

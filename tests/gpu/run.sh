@@ -8,14 +8,15 @@
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap
 #                       vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart
-#                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram sealed nccl ipc copies
+#                       parallel parallel-random parallel-apart parallel-copy parallel-cost processes preload-processes suspend chain archive archive-vram sealed nccl ipc copies
 #                       copies-two docker ctr cri elsewhere against (default: all but the last that the machine can do; docker, ctr and cri need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_OTHER      a tar.gz of another build's cryopod-runtime, cryopod-cuda-agent and cryopod_nvidia.so: part against takes turns
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed, of five for cri
 #   GPU_TEST_STORE_OFF_SIZES  the same without the store, for docker and ctr, default 2: docker takes 22 s a GiB
-#   GPU_TEST_TWO_SIZE   GiB on each of several GPUs, default 16; GPU_TEST_MANY: of so many, default 2
+#   GPU_TEST_TWO_SIZE   GiB on each of several GPUs, default 16; GPU_TEST_MANY: of so many, default 2;
+#                       GPU_TEST_PROCESSES: processes of one container in part processes (200)
 #   GPU_TEST_CYCLES     checkpoints and restores of part cycles (200), GPU_TEST_KILLS: how many of them are killed (30)
 #   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
 #                       GPU_TEST_VRAM_OFF_RUNS: how often without the VRAM files (1)
@@ -167,7 +168,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive sealed nccl ipc copies copies-two docker ctr cri elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice cycles torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-copy parallel-cost processes preload-processes suspend chain archive sealed nccl ipc copies copies-two docker ctr cri elsewhere}")
 store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
@@ -177,7 +178,7 @@ vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
 pause_sizes=$(printf %q "${GPU_TEST_PAUSE_SIZES:-$([ -n "$sim" ] && echo 100 || echo 24 48)}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
-many=$(printf %q "${GPU_TEST_MANY:-2}") cycles=$(printf %q "${GPU_TEST_CYCLES:-$([ -n "$sim" ] && echo 20 || echo 200)}") kills=$(printf %q "${GPU_TEST_KILLS:-$([ -n "$sim" ] && echo 6 || echo 30)}")
+many=$(printf %q "${GPU_TEST_MANY:-2}") many_processes=$(printf %q "${GPU_TEST_PROCESSES:-$([ -n "$sim" ] && echo 20 || echo 200)}") cycles=$(printf %q "${GPU_TEST_CYCLES:-$([ -n "$sim" ] && echo 20 || echo 200)}") kills=$(printf %q "${GPU_TEST_KILLS:-$([ -n "$sim" ] && echo 6 || echo 30)}")
 wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-240}")
 parallel_ranks=$(printf %q "${GPU_TEST_PARALLEL_RANKS:-2}") parallel_rounds=$(printf %q "${GPU_TEST_PARALLEL_ROUNDS:-20}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")

@@ -164,6 +164,41 @@ two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two (GPU_T
     say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
 }
 
+# lines_of_each N: the fewest lines of one of N processes; 0 before all have printed.
+lines_of_each() { podman logs job 2> /dev/null | awk -v n="$1" '$3 == "ok" {c[$5]++} END {for (p in c) {seen++; if (!m || c[p] < m) m = c[p]} print seen == n ? m : 0}'; }
+all_printed() { [ "$(lines_of_each "$1")" -ge "$2" ]; }
+
+processes() { # RUNTIME N LABEL: N processes of one container, spread over all GPUs, 8 MiB each: in place, left running, restored
+    local label=$3 list i before way from took rows='[]'
+    low_level "$1"
+    gpu_args "$gpus"
+    list=$(for ((i = 0; i < $2; i++)); do echo $((i % gpus)); done | paste -s -d ,)
+    job=(/work/gpujob 0.0078125 8 "$list")
+    [ -z "$sim" ] || job=(/cusim/cusim-client --mib 1 --gpus "$list" --procs "$2" --interval-ms 1000)
+    pod run -d --name job "${gpu[@]}" "$image" "${job[@]}" > /dev/null || return
+    wait_for all_printed "$2" 1 || { podman logs job | tail -n 5 && return 1; }
+    for way in --leave-running ''; do
+        from=$(now)
+        # shellcheck disable=SC2086
+        pod container checkpoint --keep $way job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
+        took=$(since "$from")
+        keep_logs job "$label"
+        rows=$(jq -c --arg way "${way:-ended}" --argjson took "$took" --slurpfile metadata "/logs/$label.cryopod.json" '$metadata[0] as $c
+            | . + [{way: $way, took_s: $took, plan_s: ($c.timings.plan_us / 1e6), dump_s: ($c.timings.dump_us / 1e6),
+                steps: ([$c.gpu.plugin_report.processes[] | .steps[]] | group_by(.step) | map({(.[0].step): (map(.micros) | max / 1e6)}) | add)}]' <<< "$rows")
+        say "$label: $(jq -c '.[-1]' <<< "$rows")"
+        [ -z "$way" ] || { before=$(lines_of_each "$2") && wait_for all_printed "$2" $((before + 2)) || return; }
+    done
+    before=$(lines_of_each "$2") from=$(now)
+    pod container restore --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
+    took=$(since "$from")
+    wait_for all_printed "$2" $((before + 2)) || return
+    verdict job "$label" 0 || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson n "$2" --argjson gpus "$gpus" --argjson rows "$rows" --argjson took "$took" \
+        '{case: $case, ok: true, runtime: $runtime, processes: $n, gpus: $gpus, runs: $rows, restore_s: $took}')"
+    say "$label: $(tail -n 1 /out/results.jsonl)"
+}
+
 # at_once VERB NAME...: podman's checkpoint or restore of these containers in place, all at once; sets `took`.
 at_once() {
     local verb=$1 name from bad=0 children=() && shift

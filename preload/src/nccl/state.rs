@@ -347,6 +347,12 @@ impl State {
         }
     }
 
+    /// False also where the gate is shut and nothing has been destroyed: if the agent dies then, the gate can open.
+    fn lacks_comms(&self) -> bool {
+        let is_away = |comm: &Comm| comm.real == 0 && !comm.finalized && comm.error == SUCCESS;
+        matches!(self.mode, Mode::Down) && self.comms.values().any(is_away)
+    }
+
     /// Returns what the driver agent is told of all communicators.
     pub fn report(&self) -> Report {
         let children = self.children.iter().map(|child| (child.id, 0, 0));
@@ -395,10 +401,10 @@ impl State {
     }
 }
 
-/// Holds the gate until then, for a process that has reached these targets.
+/// Holds the gate until then, for a process that has reached these targets; not while communicators are down.
 pub fn hold(targets: Vec<Clock>, until: Instant) -> bool {
     let mut state = state();
-    if matches!(state.mode, Mode::Down) {
+    if state.lacks_comms() {
         return false;
     }
     state.mode = Mode::Held(until);
@@ -413,7 +419,7 @@ pub fn hold(targets: Vec<Clock>, until: Instant) -> bool {
 /// Opens the gate, unless the communicators are down.
 pub fn let_go() {
     let mut state = state();
-    if !matches!(state.mode, Mode::Down) {
+    if !state.lacks_comms() {
         state.open();
     }
 }
@@ -448,9 +454,14 @@ pub fn shut(until: Instant) -> bool {
     true
 }
 
-/// Returns true while the communicators are taken down.
+/// Returns true from the moment at which the gate is shut for all until it opens.
 pub fn is_down() -> bool {
     matches!(state().mode, Mode::Down)
+}
+
+/// Returns true while a communicator is down that can be made again.
+pub fn lacks_comms() -> bool {
+    state().lacks_comms()
 }
 
 /// A number for bytes that is the same in all processes: FNV-1a.
@@ -549,11 +560,16 @@ mod tests {
         assert!(made.try_recv().is_err(), "it is level and waits");
         assert!(hold(vec![target(5)], soon()));
         wait_for(5);
+        // The agent may die before anything is destroyed, and another one comes.
         assert!(shut(soon()));
-        assert!(!hold(Vec::new(), soon()), "it is down");
-        assert!(ask().is_none());
-        // Lost communicators have an error, and the calls go on.
+        assert!(is_down() && !lacks_comms() && ask().is_none());
+        assert!(hold(vec![target(5)], soon()));
+        assert!(shut(soon()));
         state().comms.get_mut(&handle).unwrap().real = 0;
+        assert!(lacks_comms() && !hold(Vec::new(), soon()), "it is down");
+        let_go();
+        assert!(is_down());
+        // Lost communicators have an error, and the calls go on.
         give_up();
         for _ in 0..3 {
             made.recv().unwrap();

@@ -289,16 +289,42 @@ impl Group {
         Ok(done)
     }
 
-    /// Makes the communicators of running processes again that are down; none, if none is.
+    /// Makes the communicators of running processes again that are down, and lets calls go on that are held, wherever an
+    /// agent that has died left off.
     ///
     /// # Errors
     /// As for [`Group::of`], or a text for a user: what failed.
     pub fn bring_up(pids: &[i32]) -> Result<NcclDone, String> {
         let mut group = Self::of(pids)?;
-        match group.is_down() {
-            true => group.up(UP),
-            false => Ok(NcclDone::default()),
+        group.members.retain(|m| m.report.live().next().is_some());
+        if !group.is_down() {
+            group.open();
+            return Ok(NcclDone::default());
         }
+        if let Err(error) = group.take_rest_down() {
+            tracing::error!("NCCL's communicators: {error}");
+        }
+        group.up(UP)
+    }
+
+    /// Destroys what is left of communicators of which other ranks are down already.
+    fn take_rest_down(&self) -> Result<(), String> {
+        let of = |member: &Member, state: State| -> BTreeSet<u64> {
+            let comms = member
+                .report
+                .comms
+                .iter()
+                .filter(|comm| comm.state == state);
+            comms.map(|comm| comm.id).collect()
+        };
+        let down: BTreeSet<u64> = (self.members.iter())
+            .flat_map(|member| of(member, State::Down))
+            .collect();
+        let limit_ms = millis(DOWN);
+        self.all_at_once(|member| match of(member, State::Up).is_disjoint(&down) {
+            true => Ok(Vec::new()),
+            false => member.ask(Request::NcclDown { limit_ms }, &[], DOWN + MARGIN),
+        })
     }
 
     /// Asks all processes at the same time; the first error.

@@ -2,6 +2,7 @@
 # shellcheck shell=bash disable=SC2154
 program=cusim-nccl
 glibc_image
+shm() { echo "/proc/$(pgrep -n -x cusim-nccl)/root/dev/shm"; }
 run_rootfs --ranks 2 --mib 8 --interval-ms 50
 for times in once twice; do
     check "$times: checkpoint" does pod container checkpoint --export /tmp/job.tar job
@@ -26,6 +27,17 @@ clear_switches
 code=0 && wait $checkpoint || code=$?
 check 'the agent killed: said' test "$code" != 0
 check 'the agent killed: the sums go on' goes_on
+# Killed wherever it is: ranks wait for their GPUs' work, and destroy and make communicators, at different times.
+touch "$(shm)/nccl-slow"
+for after in 0.2 0.5 0.8 1.1 1.4; do
+    cryopod-runtime checkpoint --leave-running --image-path "/tmp/killed.$after" "$id" > /tmp/said 2>&1 &
+    checkpoint=$!
+    sleep "$after"
+    pkill -9 -x cryopod-cuda-ag || true
+    wait $checkpoint || true
+    check "the agent killed after $after s: the sums go on" goes_on
+done
+rm "$(shm)/nccl-slow"
 check 'suspend' does cryopod suspend job
 check 'suspended: nothing is in use' used 'all(. == 0)'
 check 'resume' does cryopod resume job
@@ -51,7 +63,6 @@ end
 
 # Ranks that do not come level.
 printf '[nccl]\nquiesce_s = 2\n' >> /etc/cryopod/config.toml
-shm() { echo "/proc/$(pgrep -n -x cusim-nccl)/root/dev/shm"; }
 prints() { printed job | grep "$1" > /dev/null; } # all of it is read: whoever prints would die of a closed pipe
 run_rootfs --ranks 2 --interval-ms 50 --stay-at 60
 touch "$(shm)/nccl-stay"
