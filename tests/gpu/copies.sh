@@ -92,25 +92,39 @@ copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpo
     jq -c '{case, cold_s, cold_random_s, cache_pull_s, warm_s, info}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
-elsewhere() { # RUNTIME LABEL: starts a copy of a checkpoint that another machine has made, or makes one for another
-    local label=$2 archive=/var/lib/containers/copies/elsewhere.tar took first
+elsewhere() { # RUNTIME LABEL: a training that `podman stop` ends, for another machine; or one that goes on from such a place
+    local label=$2 dir=/var/lib/containers/elsewhere place=/var/lib/containers/elsewhere/place took
+    [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$1"
-    gpu_args 1
-    job_command 1 0 zero # zeros: an archive of some MB
-    mkdir -p -m 755 /var/lib/containers/copies
-    if [ ! -e /opt/work/elsewhere.tar ]; then
-        start job "${gpu[@]}" "$image" "${job[@]}" || return
-        checkpoint job "$label" "$archive" || return
-        cp "$archive" /out/elsewhere.tar
-        result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" '{case: $case, ok: true, runtime: $runtime, checkpoint: $save}')"
+    printf '[checkpoint]\nallow = ["%s"]\n[restore]\nallow = ["%s"]\n' "$place" "$place" >> /etc/cryopod/config.toml
+    mkdir -p -m 755 "$place"
+    steps=$([ -n "$sim" ] && echo 60 || echo 3000)
+    train_command "$steps"
+    [ -n "$sim" ] || { gpu+=("${torch_env[@]}") && train=("$python" /work/train.py "$steps" 2 512 1000); }
+    gpu+=(--annotation dev.cryopod.on-stop=checkpoint --annotation dev.cryopod.grace_s=60 --annotation "dev.cryopod.checkpoint.to=$place" --annotation dev.cryopod.name=train)
+    if [ ! -e /opt/work/elsewhere.tar.zst ]; then
+        uninterrupted crun "$dir/whole.out" || { tail -n 5 "$dir/whole.out" && return 1; }
+        pod run -d --name train "${gpu[@]}" "$image" "${train[@]}" > /dev/null || return
+        wait_for more_lines train $((steps / 3)) || { podman logs train | tail -n 5 && return 1; }
+        took=$(now)
+        pod stop -t 60 train > /dev/null || return
+        took=$(since "$took")
+        podman logs train > "$dir/before.out" 2>&1
+        [ "$(lines train)" -lt "$steps" ] || { say "the training was over before the stop" && return 1; }
+        tar -C "$dir" -cf - . | zstd -q -T0 -19 --long=27 > /out/elsewhere.tar.zst
+        say "$label: $(du -sm "$place" | cut -f 1) MiB in the place, $(stat -c %s /out/elsewhere.tar.zst) bytes to carry, stopped after $(lines train) steps in $took s"
+        result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson took "$took" '{case: $case, ok: true, runtime: $runtime, stop_s: $took}')"
         return
     fi
-    install -m 644 /opt/work/elsewhere.tar "$archive"
-    printf '[restore]\nallow = ["/var/lib/containers/copies"]\n' >> /etc/cryopod/config.toml
-    took=$(first_answer copy --annotation dev.cryopod.restore="$archive" "${gpu[@]}" "$image" "${job[@]}") || return
-    verdict copy "$label" 0 || return
-    first=$(sed -n '1s/ .*//p' "/logs/$label.out")
-    [ "$first" -gt 0 ] || { say "$label: it began anew" && return 1; }
-    say "$label: first line, number $first, after $took s"
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson took "$took" '{case: $case, ok: true, runtime: $runtime, warm_s: [$took]}')"
+    zstd -q -dc --long=27 /opt/work/elsewhere.tar.zst | tar -C "$dir" -xf - || return
+    took=$(now)
+    pod run -d --name train --annotation "dev.cryopod.restore=latest:$place" "${gpu[@]}" "$image" "${train[@]}" > "/logs/$label.err" 2>&1 || { cat "/logs/$label.err" && return 1; }
+    wait_for more_lines train 1 || { podman logs train | tail -n 5 && return 1; }
+    took=$(since "$took")
+    wait_for state_is train exited || return
+    podman logs train > "/logs/$label.out" 2>&1
+    cat "$dir/before.out" "/logs/$label.out" > "$dir/both.out"
+    cmp <(losses "$dir/whole.out") <(losses "$dir/both.out") || { say "$label: the losses differ" && tail -n 3 "/logs/$label.out" && return 1; }
+    say "$label: first step, number $(losses "/logs/$label.out" | sed -n '1s/ .*//p'), after $took s; $steps losses identical"
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson took "$took" --argjson n "$steps" '{case: $case, ok: true, runtime: $runtime, warm_s: [$took], losses_identical: $n}')"
 }

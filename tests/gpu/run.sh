@@ -10,7 +10,7 @@
 #                       vram-two vram-apart digests preload preload-calls preload-running preload-pause serving turns preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-copy parallel-cost processes preload-processes suspend chain archive archive-vram sealed nccl ipc copies
 #                       copies-two docker ctr cri elsewhere against (default: all but the last that the machine can do; docker, ctr and cri need dist/gpu-engines.tar.zst)
-#   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
+#   GPU_TEST_ELSEWHERE  a place that part elsewhere filled on another machine (elsewhere.tar.zst in GPU_TEST_OUT); its training goes on here
 #   GPU_TEST_OTHER      a tar.gz of another build's cryopod-runtime, cryopod-cuda-agent and cryopod_nvidia.so: part against takes turns
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed, of five for cri
@@ -118,7 +118,7 @@ fi
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
 cp "$workspace/tests/testbed/grpc.sh" "$work/root/usr/local/bin/"
 [ -z "${GPU_TEST_OTHER:-}" ] || { mkdir "$work/root/opt/work/other" && tar -C "$work/root/opt/work/other" -xzf "$GPU_TEST_OTHER"; }
-[ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
+[ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar.zst"
 cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,engines.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Deterministic training of a small transformer: the same losses, bit for bit, with and without a checkpoint.
 
-train.py STEPS [LAYERS]: prints STEP LOSS_IN_HEX ok SECONDS for each step. Needs CUBLAS_WORKSPACE_CONFIG=:4096:8.
+train.py STEPS [LAYERS [WIDTH WORDS]]: prints STEP LOSS_IN_HEX ok SECONDS for each step. Needs CUBLAS_WORKSPACE_CONFIG=:4096:8.
 """
 
 import sys
@@ -10,7 +10,8 @@ import torch
 
 steps = int(sys.argv[1])
 layers = int(sys.argv[2]) if len(sys.argv) > 2 else 6
-width, words, batch, length = 2048, 32000, 4, 512
+width, words = map(int, sys.argv[3:5] or (2048, 32000))
+batch, length = 4, 512
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)
