@@ -32,7 +32,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Finds containers by what [`Container::find`] takes, at the same time: it takes podman 0.1 s to name a process.
+    /// Finds containers by what [`Container::find`] takes, at the same time: an engine may take 0.1 s to name a process.
     pub fn find_all(host: &Host, names: &[&str]) -> Vec<anyhow::Result<Self>> {
         at_once(names, |name| Self::find(host, name))
     }
@@ -101,7 +101,7 @@ fn init_of(name: &str) -> anyhow::Result<i32> {
     };
     let mut found = with(&|id| id == name);
     if found.is_empty() {
-        if let Some(pid) = by_engine(name)? {
+        if let Some(pid) = by_engine(name, &records)? {
             return Ok(pid);
         }
         if name.len() >= SHORTEST {
@@ -139,15 +139,19 @@ fn records() -> Vec<(String, PathBuf)> {
         .collect()
 }
 
-/// Reads the pid from crun's or runc's record.
+/// Reads the pid from crun's or runc's record. Fails if another process has it by now.
 fn pid_in(record: &Path) -> anyhow::Result<i32> {
     let text = fs::read(record).with_context(|| format!("{}: cannot be read", record.display()))?;
     let json: Value = serde_json::from_slice(&text)
         .with_context(|| format!("{}: cannot be understood", record.display()))?;
-    ["pid", "init_process_pid"]
-        .iter()
-        .find_map(|key| i32::try_from(json.get(key)?.as_i64()?).ok())
-        .with_context(|| format!("{}: names no process", record.display()))
+    let number = |keys: [&str; 2]| keys.iter().find_map(|key| json.get(key)?.as_u64());
+    let pid = number(["pid", "init_process_pid"]).and_then(|pid| i32::try_from(pid).ok());
+    let pid = pid.with_context(|| format!("{}: names no process", record.display()))?;
+    let started = number(["process-start-time", "init_process_start"]);
+    if started.is_some_and(|time| live::start_time(&Host::system(), pid) != Some(time)) {
+        bail!("{}: its process {pid} has ended", record.display());
+    }
+    Ok(pid)
 }
 
 /// Returns the bundle in a record: crun has a field for it, runc a label.
@@ -161,12 +165,34 @@ fn bundle_in(record: &Path) -> Option<PathBuf> {
     labels.find_map(|label| label.strip_prefix("bundle=").map(PathBuf::from))
 }
 
+/// Returns the process of the container that podman's storage has under this name: the file beside its bundle has the names,
+/// and podman itself takes 0.1 s to start.
+fn in_podmans_storage(name: &str, records: &[(String, PathBuf)]) -> Option<i32> {
+    let is_named = |id: &str, record: &Path| {
+        let bundle = bundle_in(record)?; // STORAGE/overlay-containers/ID/userdata
+        let storage = bundle.parent()?.parent()?.join("containers.json");
+        let all: Vec<Value> = serde_json::from_slice(&fs::read(storage).ok()?).ok()?;
+        let own = all.iter().find(|container| container["id"] == id)?;
+        Some(own["names"].as_array()?.iter().any(|one| one == name))
+    };
+    let mut named = (records.iter())
+        .filter(|(id, record)| is_named(id, record) == Some(true))
+        .map(|(_, record)| record);
+    match (named.next(), named.next()) {
+        (Some(record), None) => pid_in(record).ok(),
+        _ => None,
+    }
+}
+
 /// Asks podman and docker. A missing program knows no containers.
-fn by_engine(name: &str) -> anyhow::Result<Option<i32>> {
+fn by_engine(name: &str, records: &[(String, PathBuf)]) -> anyhow::Result<Option<i32>> {
     if name.starts_with('-') {
         return Ok(None);
     }
     let answers = at_once(&["podman", "docker"], |engine| {
+        if let ("podman", Some(pid)) = (*engine, in_podmans_storage(name, records)) {
+            return Some((*engine, pid));
+        }
         let args = ["container", "inspect", "--format", "{{.State.Pid}}", name];
         let said = EngineCall::new(engine, LIMIT).args(args).run().ok()?;
         let pid = said.trim().parse::<i32>().ok().filter(|pid| *pid > 0)?;
@@ -217,8 +243,49 @@ mod tests {
         for name in ["status", "state.json"] {
             assert_eq!(bundle_in(&dir.path().join(name)), Some("/b".into()));
         }
-        fs::write(dir.path().join("status"), "{}").unwrap();
-        assert!(pid_in(&dir.path().join("status")).is_err());
+        let own = std::process::id();
+        let started = live::start_time(&Host::system(), own.try_into().unwrap()).unwrap();
+        for (text, is_its) in [
+            ("{}".to_owned(), false),
+            (
+                format!(r#"{{"pid": {own}, "process-start-time": {started}}}"#),
+                true,
+            ),
+            (
+                format!(r#"{{"pid": {own}, "process-start-time": 1}}"#),
+                false,
+            ),
+        ] {
+            fs::write(dir.path().join("status"), &text).unwrap();
+            assert_eq!(pid_in(&dir.path().join("status")).is_ok(), is_its, "{text}");
+        }
+    }
+
+    #[test]
+    fn names_in_podmans_storage() {
+        let dir = tempfile::tempdir().unwrap();
+        let storage = dir.path().join("overlay-containers");
+        let record = |id: &str, pid: i32| {
+            fs::create_dir_all(storage.join(id)).unwrap();
+            let bundle = storage.join(id).join("userdata");
+            let record = dir.path().join(id);
+            let text = serde_json::json!({"pid": pid, "bundle": bundle}).to_string();
+            fs::write(&record, text).unwrap();
+            (id.to_owned(), record)
+        };
+        let records = [record("a1", 7), record("b2", 8), record("c3", 9)];
+        assert_eq!(in_podmans_storage("one", &records), None);
+        let names = r#"[{"id": "a1", "names": ["one", "uno"]}, {"id": "b2", "names": ["two"]},
+            {"id": "c3", "names": ["two"]}, {"id": "d4", "names": ["four"]}, {}]"#;
+        fs::write(storage.join("containers.json"), names).unwrap();
+        for (name, pid) in [
+            ("one", Some(7)),
+            ("uno", Some(7)),
+            ("two", None),
+            ("four", None),
+        ] {
+            assert_eq!(in_podmans_storage(name, &records), pid, "{name}");
+        }
     }
 
     #[test]
