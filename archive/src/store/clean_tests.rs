@@ -8,7 +8,7 @@ use nix::fcntl::{Flock, FlockArg};
 
 use super::*;
 use crate::format::names;
-use crate::store::{About, Origin, put};
+use crate::store::{About, Origin, find, put};
 
 struct Bed {
     _dir: tempfile::TempDir,
@@ -296,4 +296,15 @@ fn forgotten_image_directories_go() {
     bed.clean(&[]);
     assert!(!used.exists());
     assert!(elses.exists(), "no checkpoint of ours: {}", reference.id);
+}
+
+#[test]
+fn an_entry_that_is_kept_stays_whatever_refers_to_it() {
+    let bed = Bed::new();
+    let (images, reference) = bed.checkpoint(1, Some(&bed.origin()));
+    let found = find(&images, std::slice::from_ref(&bed.store));
+    found.unwrap().unwrap().keep().unwrap();
+    fs::remove_dir_all(images).unwrap();
+    assert_eq!(bed.clean(&[]), 0);
+    assert!(bed.store.join(&reference.id).is_dir());
 }

@@ -11,6 +11,7 @@ use std::time::Instant;
 use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
 
+use super::origin::Origin;
 use super::{Reference, StoreError, Stored};
 use cryopod_host::files::own_directory;
 
@@ -84,6 +85,11 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
 }
 
 impl Found {
+    /// Has the entry stay until somebody removes it, whatever refers to it.
+    pub fn keep(&self) -> Result<(), StoreError> {
+        Origin::remove(&self.entry)
+    }
+
     /// Returns where a file of the entry is.
     pub fn path(&self, file: &Stored) -> PathBuf {
         self.entry.join(&file.name)

@@ -60,6 +60,17 @@ impl Origin {
         serde_json::from_slice(&text).ok()
     }
 
+    /// Removes the record from an entry, which then stays.
+    pub(super) fn remove(entry: &Path) -> Result<(), StoreError> {
+        let path = entry.join(FILE);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(StoreError::io(&path, "remove it")(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Writes the record into an entry, in place of an earlier one.
     pub(super) fn write(&self, entry: &Path) -> Result<(), StoreError> {
         let path = entry.join(FILE);

@@ -191,8 +191,7 @@ fn take(
             Err(e) => {
                 let name = before.file_name().unwrap_or_default();
                 let name = name.to_string_lossy().into_owned();
-                let again = format!("cryopod pack PATH -o {}", args.output);
-                return keep_on_error::<()>(Err(e), temp, &name, &again);
+                return keep_on_error::<()>(Err(e), temp, &name, &args.output);
             }
         }
     }
@@ -231,8 +230,7 @@ fn take(
         drop(taken.request);
         return packed.map_or_else(|e| Err(podmans(e, args)), |_| Ok(ExitCode::SUCCESS));
     }
-    let again = format!("cryopod pack PATH -o {}", args.output);
-    keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
+    keep_on_error(packed, temp, &name.unwrap_or_default(), &args.output)
 }
 
 /// After an error of the engine: it may have made the checkpoint, ended the container, and failed in what follows. Keeps
@@ -284,17 +282,33 @@ fn keep_on_error<T>(
     done: anyhow::Result<T>,
     temp: LockedTempDir,
     name: &str,
-    again: &str,
+    output: &str,
 ) -> anyhow::Result<ExitCode> {
     match done {
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(error) => {
             let kept = temp.keep().join(name);
-            let again = again.replace("PATH", &kept.display().to_string());
+            let (verb, note) = match entry_of(&kept) {
+                None => ("pack", String::new()),
+                Some(entry) => (
+                    "bundle",
+                    format!(" (its large files are in {})", entry.display()),
+                ),
+            };
+            let kept = kept.display();
             Err(error.context(format!(
-                "the checkpoint was made and is kept in {}; go on with: {again}",
-                kept.display()
+                "the checkpoint was made and is kept in {kept}; go on with: cryopod {verb} {kept} -o {output}{note}"
             )))
         }
     }
+}
+
+/// Returns the store's entry with the large files of a checkpoint that is kept, if there is one. The entry stays from now on.
+fn entry_of(kept: &Path) -> Option<PathBuf> {
+    let source = Source::open(kept).ok()?;
+    let found = bundle::found(&source, &stores(&[]).ok()?).ok()??;
+    if let Err(error) = found.keep() {
+        tracing::warn!("{error}");
+    }
+    Some(found.entry)
 }

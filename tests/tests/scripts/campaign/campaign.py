@@ -762,6 +762,8 @@ class Round:
                 break
             if "connection refused" in said:  # dockerd has to find a containerd that was killed
                 time.sleep(5)
+            if c.engine == "docker" and "already exists" in said:  # which it gave to a containerd that was killed: it does not take that
+                collect()
             if c.engine == "podman":  # which takes a container whose client was killed for a running one
                 run("podman", "container", "cleanup", c.name)
         else:
@@ -809,7 +811,8 @@ class Round:
         for name in os.listdir(CP):
             if name.startswith(".cryopod-checkpoint-"):
                 for inside in os.listdir(f"{CP}/{name}"):
-                    if run("cryopod", "pack", f"{CP}/{name}/{inside}", "-o", "oci-archive:" + place, "-q")[0] == 0:
+                    # The first refuses what has nothing in a store.
+                    if any(run("cryopod", verb, f"{CP}/{name}/{inside}", "-o", "oci-archive:" + place, "-q")[0] == 0 for verb in ("bundle", "pack")):
                         print(f"    packed what is kept: {name}/{inside}")
                         self.archive(c, "file", place, True, low)
                         break
@@ -1043,14 +1046,19 @@ def leftovers():
         f"missing: {entry}" for entry in baseline["picture"] - now if entry.startswith("mount"))
 
 
+def collect():
+    """Has containerd collect what nothing refers to."""
+    run("ctr", "leases", "create", "--id", "collect")
+    run("ctr", "leases", "rm", "--sync", "collect")
+
+
 def sweep():
     """What a killed operation left, the next one removes."""
     if "ctr" in ENGINES:
         for space in ("default", "moby"):
             for lease in run("ctr", "-n", space, "leases", "ls", "-q")[1].split():
                 run("ctr", "-n", space, "leases", "rm", "--sync", lease)
-        run("ctr", "leases", "create", "--id", "collect")
-        run("ctr", "leases", "rm", "--sync", "collect")
+        collect()
     if STOCK:
         return
     c = Container("sweep", "podman", "gpu1", "")
