@@ -126,6 +126,18 @@ def show_processes():
         print(f"    {pid} {name} {state and state[1]} {wchan} {container_of(pid) or ''}: {line[:160]}")
 
 
+def show_shims():
+    """Where the threads of all shims are: containerd's own and the daemon write the stacks of their goroutines."""
+    for pid, name, line in processes():
+        if "-shim-" in line or name == "containerd":
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                print(f"    {pid} {name} {thread}: {read(f'/proc/{pid}/task/{thread}/wchan')} {read(f'/proc/{pid}/task/{thread}/syscall').strip()}")
+            if "cryopod" not in line.split(" ")[0]:
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(2)
+    print(read("/tmp/containerd.log")[-200_000:])
+
+
 # ---- engines ----
 daemons = {}
 
@@ -246,6 +258,7 @@ class Container:
             run("podman", "rm", "-f", "-t", "0", self.name) if self.engine == "podman" else run("docker", "rm", "-f", self.name)
             return run(self.engine, "inspect", "--type", "container", self.name)[0] != 0
         if not until(away, 60):
+            show_shims()
             raise Violation(f"{self.name} cannot be removed: {self.status()}: {read('/tmp/said')[-300:]}")
         if self.engine == "podman":
             forgotten()
