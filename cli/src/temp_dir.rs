@@ -82,7 +82,7 @@ fn clean(parent: &Path, holds: Holds) {
         let name = path.file_name().unwrap_or_default().as_bytes();
         match holds {
             Holds::Checkpoint => tracing::warn!(
-                "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod pack`, or remove it",
+                "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod bundle` or `cryopod pack`, or remove it",
                 path.display()
             ),
             // An engine outlives the process that called it.

@@ -1,6 +1,7 @@
 //! Finds a running container of any engine: by its id in the records of the low-level runtimes, or by its name through
 //! podman or docker.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -165,21 +166,31 @@ fn bundle_in(record: &Path) -> Option<PathBuf> {
     labels.find_map(|label| label.strip_prefix("bundle=").map(PathBuf::from))
 }
 
-/// Returns the process of the container that podman's storage has under this name: the file beside its bundle has the names,
-/// and podman itself takes 0.1 s to start.
+/// The files with the names of podman's containers, beside their bundles; the second is for `--rm`.
+const NAMES: [&str; 2] = ["containers.json", "volatile-containers.json"];
+
+/// Returns the process of the container that has this name in podman's storage; podman itself takes 0.1 s to start.
 fn in_podmans_storage(name: &str, records: &[(String, PathBuf)]) -> Option<i32> {
-    let is_named = |id: &str, record: &Path| {
+    let mut storages: BTreeMap<PathBuf, Vec<Value>> = BTreeMap::new();
+    let read = |file: &PathBuf| serde_json::from_slice::<Vec<Value>>(&fs::read(file).ok()?).ok();
+    let mut is_named = |id: &str, record: &Path| {
         let bundle = bundle_in(record)?; // STORAGE/overlay-containers/ID/userdata
-        let storage = bundle.parent()?.parent()?.join("containers.json");
-        let all: Vec<Value> = serde_json::from_slice(&fs::read(storage).ok()?).ok()?;
+        let storage = bundle.parent()?.parent()?;
+        let all = storages.entry(storage.into()).or_insert_with(|| {
+            let files = NAMES.iter().map(|file| storage.join(file));
+            files.filter_map(|file| read(&file)).flatten().collect()
+        });
         let own = all.iter().find(|container| container["id"] == id)?;
         Some(own["names"].as_array()?.iter().any(|one| one == name))
     };
-    let mut named = (records.iter())
-        .filter(|(id, record)| is_named(id, record) == Some(true))
-        .map(|(_, record)| record);
-    match (named.next(), named.next()) {
-        (Some(record), None) => pid_in(record).ok(),
+    let mut named = Vec::new();
+    for (id, record) in records {
+        if is_named(id, record) == Some(true) {
+            named.push(record);
+        }
+    }
+    match named[..] {
+        [record] => pid_in(record).ok(),
         _ => None,
     }
 }
@@ -276,8 +287,10 @@ mod tests {
         let records = [record("a1", 7), record("b2", 8), record("c3", 9)];
         assert_eq!(in_podmans_storage("one", &records), None);
         let names = r#"[{"id": "a1", "names": ["one", "uno"]}, {"id": "b2", "names": ["two"]},
-            {"id": "c3", "names": ["two"]}, {"id": "d4", "names": ["four"]}, {}]"#;
+            {"id": "d4", "names": ["four"]}, {}]"#;
         fs::write(storage.join("containers.json"), names).unwrap();
+        let names = r#"[{"id": "c3", "names": ["two"]}]"#;
+        fs::write(storage.join("volatile-containers.json"), names).unwrap();
         for (name, pid) in [
             ("one", Some(7)),
             ("uno", Some(7)),

@@ -120,7 +120,7 @@ fn export_to_stdout(args: &Args, name: &str, steps: &mut Steps) -> anyhow::Resul
     take(args, &to, temp.path(), &args.how.silent(), steps)?;
     let sent = streams::send(&file);
     steps.done("send");
-    keep_on_error(sent, temp, name, "cat PATH | ...")
+    keep_on_error(sent, temp, name, |kept| format!("cat {kept} | ..."))
 }
 
 fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
@@ -135,12 +135,8 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
             .map_err(anyhow::Error::from)
             .and_then(|source| registry.push(&source, image));
         steps.done("push");
-        return keep_on_error(
-            pushed,
-            temp,
-            "image",
-            &format!("cryopod push oci:PATH {image}"),
-        );
+        let again = |kept: &str| format!("cryopod push oci:{kept} {image}");
+        return keep_on_error(pushed, temp, "image", again);
     }
     let to = Destination::parse(&args.output);
     take(args, &to, to.path(), &args.how, steps)
@@ -191,7 +187,7 @@ fn take(
             Err(e) => {
                 let name = before.file_name().unwrap_or_default();
                 let name = name.to_string_lossy().into_owned();
-                return keep_on_error::<()>(Err(e), temp, &name, &args.output);
+                return keep_on_error::<()>(Err(e), temp, &name, packing(args));
             }
         }
     }
@@ -230,7 +226,7 @@ fn take(
         drop(taken.request);
         return packed.map_or_else(|e| Err(podmans(e, args)), |_| Ok(ExitCode::SUCCESS));
     }
-    keep_on_error(packed, temp, &name.unwrap_or_default(), &args.output)
+    keep_on_error(packed, temp, &name.unwrap_or_default(), packing(args))
 }
 
 /// After an error of the engine: it may have made the checkpoint, ended the container, and failed in what follows. Keeps
@@ -277,28 +273,41 @@ fn podmans(error: anyhow::Error, args: &Args) -> anyhow::Error {
     ))
 }
 
-/// The checkpoint may be all that is left of the container, so it is removed only after the archive is complete.
+/// The checkpoint may be all that is left of the container, so it is removed only after the archive is complete. `again`: the
+/// command with which a user goes on with what is kept.
 fn keep_on_error<T>(
     done: anyhow::Result<T>,
     temp: LockedTempDir,
     name: &str,
-    output: &str,
+    again: impl Fn(&str) -> String,
 ) -> anyhow::Result<ExitCode> {
     match done {
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(error) => {
-            let kept = temp.keep().join(name);
-            let (verb, note) = match entry_of(&kept) {
-                None => ("pack", String::new()),
-                Some(entry) => (
-                    "bundle",
-                    format!(" (its large files are in {})", entry.display()),
-                ),
-            };
-            let kept = kept.display();
+            let kept = temp.keep().join(name).display().to_string();
+            let again = again(&kept);
             Err(error.context(format!(
-                "the checkpoint was made and is kept in {kept}; go on with: cryopod {verb} {kept} -o {output}{note}"
+                "the checkpoint was made and is kept in {kept}; go on with: {again}"
             )))
+        }
+    }
+}
+
+/// Returns what makes the archive of a checkpoint that is kept.
+fn packing(args: &Args) -> impl Fn(&str) -> String {
+    let output = match streams::to_stdout(&args.output) {
+        Ok(None) => args.output.clone(),
+        _ => "FILE".into(),
+    };
+    move |kept| match entry_of(Path::new(kept)) {
+        None => format!("cryopod pack {kept} -o {output}"),
+        Some(entry) => {
+            let entry = entry.display();
+            let to = match output.starts_with("docker://") {
+                true => format!("oci:DIR, and: cryopod push DIR {output}"),
+                false => output.clone(),
+            };
+            format!("cryopod bundle {kept} -o {to} (its large files are in {entry})")
         }
     }
 }

@@ -121,10 +121,13 @@ pub fn down(limit: Duration) -> Result<(), Reason> {
     }
     let until = Instant::now() + limit;
     let all = work();
+    // What has not been destroyed by then is in use again.
+    let each = move |work| match Instant::now() < until {
+        true => destroy(work, until),
+        false => Err(Reason::Busy),
+    };
     let destroyed = within_limit(until, move || {
-        all.into_iter()
-            .map(|work| destroy(work, until))
-            .fold(Ok(()), Result::and)
+        all.into_iter().map(each).fold(Ok(()), Result::and)
     });
     destroyed.and_then(|done| done)?;
     match foreign().count() {

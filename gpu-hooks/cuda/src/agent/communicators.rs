@@ -44,11 +44,12 @@ impl Communicators {
     ) -> Result<NcclDone, DriverError> {
         let host = Host::system();
         let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
-        if Group::of(pids).is_ok_and(|group| group.is_down()) {
+        let mut group = Group::settled(pids).map_err(unsupported)?;
+        if group.is_down() {
             // The agent that took them down has died, and no other one has come yet.
             up(pids)?;
+            group = Group::settled(pids).map_err(unsupported)?;
         }
-        let mut group = Group::settled(pids).map_err(unsupported)?;
         if let Some((pid, why)) = group.multicast() {
             return Err(unsupported(format!("process {pid}: {why}")));
         }

@@ -296,34 +296,44 @@ impl Group {
     /// As for [`Group::of`], or a text for a user: what failed.
     pub fn bring_up(pids: &[i32]) -> Result<NcclDone, String> {
         let mut group = Self::of(pids)?;
-        group.members.retain(|m| m.report.live().next().is_some());
         if !group.is_down() {
             group.open();
             return Ok(NcclDone::default());
         }
+        group.members.retain(|m| m.report.live().next().is_some());
         if let Err(error) = group.take_rest_down() {
             tracing::error!("NCCL's communicators: {error}");
         }
         group.up(UP)
     }
 
-    /// Destroys what is left of communicators of which other ranks are down already.
+    /// Destroys what is left of communicators of which other ranks are down already. A process destroys all that it has, so
+    /// that those of its peers go, too.
     fn take_rest_down(&self) -> Result<(), String> {
         let of = |member: &Member, state: State| -> BTreeSet<u64> {
-            let comms = member
-                .report
-                .comms
-                .iter()
-                .filter(|comm| comm.state == state);
+            let comms = member.report.comms.iter();
+            let comms = comms.filter(|comm| comm.state == state);
             comms.map(|comm| comm.id).collect()
         };
-        let down: BTreeSet<u64> = (self.members.iter())
+        let mut down: BTreeSet<u64> = (self.members.iter())
             .flat_map(|member| of(member, State::Down))
             .collect();
+        let goes = |member: &Member, down: &BTreeSet<u64>| !of(member, State::Up).is_disjoint(down);
+        loop {
+            let known = down.len();
+            for member in self.members.iter() {
+                if goes(member, &down) {
+                    down.extend(of(member, State::Up));
+                }
+            }
+            if down.len() == known {
+                break;
+            }
+        }
         let limit_ms = millis(DOWN);
-        self.all_at_once(|member| match of(member, State::Up).is_disjoint(&down) {
-            true => Ok(Vec::new()),
-            false => member.ask(Request::NcclDown { limit_ms }, &[], DOWN + MARGIN),
+        self.all_at_once(|member| match goes(member, &down) {
+            false => Ok(Vec::new()),
+            true => member.ask(Request::NcclDown { limit_ms }, &[], DOWN + MARGIN),
         })
     }
 

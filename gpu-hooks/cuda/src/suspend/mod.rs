@@ -383,6 +383,10 @@ pub fn resume(
     let communicators = || Group::of(&pids).is_ok_and(|group| group.is_down());
     if restore.is_empty() && unlock.is_empty() && wait.is_empty() && !communicators() {
         let run = !threads.is_empty() && threads.len() == alive.len();
+        if run && let Err(error) = Group::bring_up(&pids) {
+            // Their calls may be held by an agent that has died.
+            tracing::warn!("NCCL: {error}");
+        }
         return Err(
             match run && are(ProcessState::Running).len() == alive.len() {
                 true => SuspendError::Running,
