@@ -656,8 +656,17 @@ class Round:
         word = c.status()
         if word == "paused" and fault.what in ("kill", "stop", "other"):
             # An engine whose daemon was killed may have to find it again first.
-            until(lambda: run(*unpause(c))[0] == 0 or c.status() == "running", 20)
+            answers = []
+
+            def resumed():
+                answers.append(run(*unpause(c)))
+                return answers[-1][0] == 0 or c.status() == "running"
+            until(resumed, 20)
             word = c.status()
+            if word == "paused":
+                word = f"paused ({short(answers[-1][1])})"
+                show_processes()
+                show_shims()
         if word != "running":
             if fault.lossy():
                 c.remove()
