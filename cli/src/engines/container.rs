@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
 use cryopod_host::cgroups;
-use cryopod_host::files::Host;
+use cryopod_host::files::{Host, own_directory, read_bounded};
 use cryopod_host::limited::wait_until;
 use cryopod_host::processes::stat::Stat;
 use serde_json::Value;
@@ -168,14 +168,20 @@ fn bundle_in(record: &Path) -> Option<PathBuf> {
 
 /// The files with the names of podman's containers, beside their bundles; the second is for `--rm`.
 const NAMES: [&str; 2] = ["containers.json", "volatile-containers.json"];
+/// Bytes of such a file that are read at most: some 10,000 containers.
+const MAX_NAMES: u64 = 64 << 20;
 
 /// Returns the process of the container that has this name in podman's storage; podman itself takes 0.1 s to start.
 fn in_podmans_storage(name: &str, records: &[(String, PathBuf)]) -> Option<i32> {
     let mut storages: BTreeMap<PathBuf, Vec<Value>> = BTreeMap::new();
-    let read = |file: &PathBuf| serde_json::from_slice::<Vec<Value>>(&fs::read(file).ok()?).ok();
+    let read = |file: &PathBuf| {
+        serde_json::from_slice::<Vec<Value>>(&read_bounded(file, MAX_NAMES).ok()?).ok()
+    };
     let mut is_named = |id: &str, record: &Path| {
         let bundle = bundle_in(record)?; // STORAGE/overlay-containers/ID/userdata
-        let storage = bundle.parent()?.parent()?;
+        let own = bundle.parent().filter(|_| bundle.ends_with("userdata"))?;
+        let storage = own.parent().filter(|_| own.ends_with(id))?;
+        let storage = Some(storage).filter(|storage| own_directory(storage))?;
         let all = storages.entry(storage.into()).or_insert_with(|| {
             let files = NAMES.iter().map(|file| storage.join(file));
             files.filter_map(|file| read(&file)).flatten().collect()
