@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
-    DeleteRequest, KillRequest, ResumeRequest, ShutdownRequest, StartRequest, StateRequest,
-    StateResponse, WaitRequest,
+    DeleteRequest, KillRequest, PidsRequest, PidsResponse, ResumeRequest, ShutdownRequest,
+    StartRequest, StateRequest, StateResponse, WaitRequest,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
+use containerd_shim::protos::types::task::ProcessInfo;
 
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
@@ -115,6 +116,7 @@ enum TaskCall {
     Start,
     State,
     Connect,
+    Pids,
     Checkpoint(WrittenImages),
     Delete,
     /// The request, for a second try.
@@ -204,6 +206,11 @@ impl Tasks {
             }
             (TaskCall::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
+            }
+            (TaskCall::Pids, true) => {
+                if let Some(answer) = self.pids_of_stopped(&watched.id) {
+                    return answer;
+                }
             }
             (TaskCall::Resume(request), true) => {
                 if let Some(second) = self.resume(&watched.id, request) {
@@ -423,6 +430,21 @@ impl Tasks {
         answer.ok()
     }
 
+    /// Answers Pids of a container that has ended, where the runtime fails, with the pid that it had. containerd that was
+    /// killed asks this when it is back, and without a pid deletes the task with the exit that it has not learnt of: to
+    /// docker the container would stay running or paused, and could neither be started nor resumed.
+    fn pids_of_stopped(&self, id: &str) -> Option<Response> {
+        // The stock shim may not have learnt of the end either.
+        let state = self.state(id).filter(|s| s.pid != 0 && !has_process(s))?;
+        let mut process = ProcessInfo::new();
+        process.pid = state.pid;
+        let mut answer = PidsResponse::new();
+        answer.processes.push(process);
+        let mut response = done();
+        response.payload = answer.write_to_bytes().ok()?;
+        Some(response)
+    }
+
     /// For docker's checkpoints only.
     fn make_another(&self, id: &str, images: &Path) {
         if self.lock().get(id).is_some_and(|c| c.mounted) {
@@ -549,6 +571,9 @@ impl Tasks {
             "Connect" => {
                 let r: ConnectRequest = parsed(payload)?;
                 (TaskCall::Connect, r.id, String::new())
+            }
+            "Pids" => {
+                parsed(payload).map(|r: PidsRequest| (TaskCall::Pids, r.id, String::new()))?
             }
             "Checkpoint" => {
                 let r: CheckpointTaskRequest = parsed(payload)?;

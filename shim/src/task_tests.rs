@@ -268,6 +268,46 @@ fn the_only_checkpoint_of_a_container_that_ends_is_kept() {
     child.wait().unwrap();
 }
 
+/// containerd that was killed would delete the task, and docker never learn of the end.
+#[test]
+fn a_container_that_ended_without_containerd_has_a_pid() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("stock");
+    let stock = UnixListener::bind(&path).unwrap();
+    let mut child = Command::new("true").spawn().unwrap();
+    let (ended, lives) = (child.id(), std::process::id());
+    child.wait().unwrap();
+    thread::spawn(move || {
+        for pid in [ended, lives] {
+            let (mut client, _) = stock.accept().unwrap();
+            let mut frame = Frame::read(&mut client).unwrap().unwrap();
+            let mut state = StateResponse::new();
+            state.status = containerd_shim::api::Status::PAUSED.into();
+            state.pid = pid;
+            let mut response = done();
+            response.payload = state.write_to_bytes().unwrap();
+            frame.header.type_ = MESSAGE_TYPE_RESPONSE;
+            frame.body = response.write_to_bytes().unwrap();
+            frame.write(&mut client).unwrap();
+        }
+    });
+    let (mut tasks, _) = created(dir.path());
+    tasks.upstream = Address(path.to_str().unwrap().to_owned());
+    let mut pids = PidsRequest::new();
+    pids.id = "c1".into();
+    let request = made("Pids", pids.write_to_bytes().unwrap());
+    let failure = || rpc::failure(Code::UNKNOWN, "container does not exist");
+    let mut asked = || tasks.response(tasks.request(&request).1.unwrap(), failure());
+    let answer = PidsResponse::parse_from_bytes(&asked().payload).unwrap();
+    assert_eq!(answer.processes.len(), 1);
+    assert_eq!(answer.processes[0].pid, ended);
+    assert_eq!(asked(), failure(), "another cause is told");
+    drop(tasks);
+    let (tasks, _) = created(dir.path());
+    let watched = tasks.request(&request).1.unwrap();
+    assert_eq!(tasks.response(watched, failure()), failure(), "no answer");
+}
+
 /// What a container that is gone has left may take long to remove.
 #[test]
 fn other_containers_do_not_wait_for_one_that_is_forgotten() {

@@ -110,6 +110,8 @@ elsewhere() { # RUNTIME LABEL: a training that `podman stop` ends, for another m
         pod stop -t 60 train > /dev/null || return
         took=$(since "$took")
         podman logs train > "$dir/before.out" 2>&1
+        # The list of what it has comes after its name.
+        wait_for test -e "$place/train/000001/cryopod-files.json" || return
         [ "$(lines train)" -lt "$steps" ] || { say "the training was over before the stop" && return 1; }
         tar -C "$dir" -cf - . | zstd -q -T0 -19 --long=27 > /out/elsewhere.tar.zst
         say "$label: $(du -sm "$place" | cut -f 1) MiB in the place, $(stat -c %s /out/elsewhere.tar.zst) bytes to carry, stopped after $(lines train) steps in $took s"

@@ -165,6 +165,19 @@ def revive():
             daemon_up(name)
 
 
+def ended_unseen(c):
+    """dockerd does not learn of a container that ends while containerd is down and whose event comes to nobody: it calls it
+    running until it is itself started again."""
+    task = run("docker", "inspect", "-f", "{{.Id}}", c.name)[1].strip()
+    alive = any(line.startswith(task) and ("RUNNING" in line or "PAUSED" in line)
+                for line in run("ctr", "-n", "moby", "tasks", "ls")[1].splitlines())
+    if not alive and not until(lambda: c.status() == "gone", 20):
+        print(f"    dockerd does not know that {c.name} has ended")
+        daemons["dockerd"].terminate()
+        daemons["dockerd"].wait(60)
+        revive()
+
+
 def forgotten():
     """podman, whose client was killed, forgets a container that the low-level runtime has made or has not deleted."""
     for name in os.listdir(f"/run/{LOW}") if os.path.isdir(f"/run/{LOW}") else []:
@@ -551,6 +564,10 @@ class Round:
             seen["last"] = found
             return not found
         fault = getattr(self, "fault", None)
+        if isinstance(fault, Fault) and fault.struck and fault.who == "containerd":
+            for c in self.containers:
+                if c.engine == "docker" and c.status() in ("running", "paused"):
+                    ended_unseen(c)
         starts = isinstance(fault, Fault) and fault.struck and fault.what == "kill" and fault.who in ("client", "shim", "stock")
         if starts and not until(none, 30) and all(" containerd-shim (no container)" in one for one in seen["last"]):
             # containerd 1.7 also forgets the stock shim of a `ctr run` that is killed, or whose `start` is.
@@ -765,7 +782,12 @@ class Round:
                 self.archive(c, "file", place, True, low)
                 c.remove()
                 return
-            if "failed to read checkpoint reader" in self.said:  # dockerd copies it when the container has ended
+            if c.engine == "docker" and not ok and self.packed_only_copy(c, low):
+                c.remove()
+                self.settled()
+                return self.proves(c, c.archives[-1], f"after {self.verb} with {fault}")
+            # dockerd copies it when the container has ended.
+            if "failed to read checkpoint reader" in self.said or "failed to retrieve checkpoint data" in self.said:
                 c.remove()
                 return
             # Its checkpoint is in the engine's hands, also of a client that was killed afterwards.
@@ -850,6 +872,21 @@ class Round:
                     if "is kept in" in self.said and name in self.said:
                         raise Violation(f"what is kept cannot be packed: {os.listdir(f'{CP}/{name}')}: {read('/tmp/said')[-300:]}")
                 shutil.rmtree(f"{CP}/{name}")
+
+    def packed_only_copy(self, c, low):
+        """What the shim keeps of a checkpoint that ended its container, and that containerd did not pack."""
+        for images in glob.glob("/tmp/ctrd-checkpoint*"):
+            if os.path.exists(f"{images}/.cryopod-only-copy"):
+                place = self.fresh()
+                if images not in read("/var/log/cryopod-on-stop.log"):
+                    raise Violation(f"/var/log/cryopod-on-stop.log does not name {images}")
+                if not any(run("cryopod", verb, images, "-o", "oci-archive:" + place, "-q")[0] == 0 for verb in ("bundle", "pack")):
+                    raise Violation(f"the only copy cannot be packed: {os.listdir(images)}: {read('/tmp/said')[-300:]}")
+                print(f"    packed the only copy: {images}")
+                shutil.rmtree(images)
+                self.archive(c, "file", place, True, low)
+                return True
+        return False
 
     def do_export_stop(self, c, fault, low):
         self.do_export(c, fault, low, c.engine != "podman")
