@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_host::files::{open_regular, read_bounded_from};
 use cryopod_host::nodes::{DeviceNode, Vendor};
+use cryopod_host::processes::affinity::PinnedThreads;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -155,6 +156,8 @@ pub struct ContainerFacts {
     pub low_level_version: Option<String>,
     /// `true` if the container continued to run after the checkpoint.
     pub leave_running: bool,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pinned: Vec<PinnedThreads>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

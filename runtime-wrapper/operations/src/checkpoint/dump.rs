@@ -19,6 +19,7 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
+use cryopod_host::processes::affinity;
 use nix::fcntl::Flock;
 use serde_json::Value;
 
@@ -196,7 +197,10 @@ impl Completion<'_> {
             // From its first question on the plugin knows that the final one will come.
             let _ = std::fs::write(self.op.file(vram::ACTION_SCRIPT_FILE), "");
             if stage == STOPPED_STAGE {
-                self.stopped = running(&self.request.host, self.state.init);
+                let (host, init) = (&self.request.host, self.state.init);
+                self.stopped = running(host, init);
+                let pids: Vec<i32> = self.stopped.iter().map(|(pid, _)| *pid).collect();
+                self.metadata.container.pinned = affinity::pinned(host, init, &pids);
             }
             return Ok(());
         }

@@ -7,6 +7,7 @@ use cryopod_amd::pages;
 use cryopod_archive::temporary::Temporary;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::processes::affinity::PinnedThreads;
 
 use super::arguments;
 use super::open::OpenedCheckpoint;
@@ -40,6 +41,7 @@ pub(super) struct RestorePreparation {
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
     pub decoded: DecodedImages,
+    pub pinned: Vec<PinnedThreads>,
     /// The size of the checkpoint.
     pub bytes: u64,
     /// The image directory, passable for a container in a user namespace.
@@ -133,6 +135,7 @@ pub(super) fn prepare(
         provision,
         new_mounts,
         decoded,
+        pinned: checkpoint.metadata.container.pinned.clone(),
         bytes,
         _searchable: searchable(request)?,
         _unpacked: unpacked,

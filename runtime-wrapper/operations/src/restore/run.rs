@@ -8,6 +8,7 @@ use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::format::names;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_host::files::Host;
+use cryopod_host::processes::affinity;
 
 use super::plan::devices;
 use super::prepare::RestorePreparation;
@@ -103,6 +104,15 @@ fn actions<'a>(
             mounts.attach(question.init)
         }));
     }
+    actions.push(Action::at(RESTORED, |question| {
+        let pids = mount_flags::processes(host, question.init);
+        for cpus in affinity::pin(host, question.init, &pids, &prepared.pinned) {
+            tracing::warn!(
+                "threads that ran on CPUs {cpus} only run on all: the container does not have these"
+            );
+        }
+        Ok(())
+    }));
     if prepared.decoded.encoded.is_some() {
         actions.push(Action::at(RESTORED, |question| {
             let pids = mount_flags::processes(host, question.init);

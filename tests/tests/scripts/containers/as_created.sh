@@ -65,3 +65,38 @@ rounds() { # NAME ARG...
 lines() { [ "$(printed "$1" | wc -l)" -ge "$2" ]; }
 rounds plain localhost/busybox "${counter[@]}"
 rounds gpu "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client
+
+# ---- CPUs of threads: CRIU's own would be those of the engine ----
+cpus() { # CONTAINER: how many of its threads may run on which CPUs
+    local tid
+    for tid in "/proc/$(pid_of "$1")/task"/*; do sed -n 's/^Cpus_allowed_list:\t//p' "$tid/status"; done | sort | uniq -c | xargs
+}
+pinned() { # NAME CONTAINER
+    [ "$(cpus "$2")" = "$expected" ] || { echo "$1: $(cpus "$2") instead of $expected" && return 1; }
+}
+gpu=("${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client)
+if [ "$(nproc)" -gt 1 ]; then
+    pod run -d --name pin "${gpu[@]}" > /dev/null
+    wait_for lines pin 3
+    everywhere=$(cpus pin)
+    tids=("/proc/$(pid_of pin)/task"/*)
+    taskset -p -c 1 "${tids[-1]##*/}" > /dev/null
+    expected=$(cpus pin)
+    check "a thread is pinned" test "$expected" != "$everywhere"
+    pod container checkpoint pin > /dev/null
+    taskset -c 0 podman --runtime cryopod-runtime container restore pin > /dev/null
+    check "pinned threads stay pinned, the others run everywhere" pinned restored pin
+    pod container checkpoint --export /tmp/c.tar --keep pin > /dev/null
+    cp -r "$(podman inspect -f '{{.StaticDir}}' pin)/checkpoint" "$from/pin"
+    podman rm -f -t 0 pin > /dev/null
+    pod run -d --name pin --annotation "dev.cryopod.restore=$from/pin" "${gpu[@]}" > /dev/null
+    wait_for lines pin 3
+    check "also those of a copy" pinned copied pin
+    podman rm -f -t 0 pin > /dev/null
+    sed -i 's/"cpus":"1"/"cpus":"99"/; s/"cpus": "1"/"cpus": "99"/' "$from/pin/cryopod.json"
+    expected=$everywhere
+    pod run -d --name pin --annotation "dev.cryopod.restore=$from/pin" "${gpu[@]}" > /dev/null
+    wait_for lines pin 3
+    check "of a CPU that is not there they run everywhere" pinned elsewhere pin
+    podman rm -f -t 0 pin > /dev/null
+fi
