@@ -12,14 +12,13 @@ use std::time::{Duration, Instant};
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
-    DeleteRequest, KillRequest, PidsRequest, PidsResponse, ResumeRequest, ShutdownRequest,
-    StartRequest, StateRequest, StateResponse, WaitRequest,
+    DeleteRequest, KillRequest, PidsRequest, ResumeRequest, ShutdownRequest, StartRequest,
+    StateRequest, StateResponse, WaitRequest,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
-use containerd_shim::protos::types::task::ProcessInfo;
 
 use crate::cleanup::StatePlace;
 use crate::container::{HeldCall, KnownContainer};
@@ -28,7 +27,7 @@ use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::{self, Record};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
-use crate::ttrpc::responses::{KILLED, Pid, done, ended, reason};
+use crate::ttrpc::responses::{self, KILLED, Pid, done, ended, reason};
 use crate::{options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_archive::format::text::printable;
@@ -430,19 +429,11 @@ impl Tasks {
         answer.ok()
     }
 
-    /// Answers Pids of a container that has ended, where the runtime fails, with the pid that it had. containerd that was
-    /// killed asks this when it is back, and without a pid deletes the task with the exit that it has not learnt of: to
-    /// docker the container would stay running or paused, and could neither be started nor resumed.
+    /// Answers Pids of a container that has ended: containerd, when it is back, deletes a task without a pid, with the exit
+    /// that it has not learnt of. To docker it would run, or be paused, for ever.
     fn pids_of_stopped(&self, id: &str) -> Option<Response> {
-        // The stock shim may not have learnt of the end either.
         let state = self.state(id).filter(|s| s.pid != 0 && !has_process(s))?;
-        let mut process = ProcessInfo::new();
-        process.pid = state.pid;
-        let mut answer = PidsResponse::new();
-        answer.processes.push(process);
-        let mut response = done();
-        response.payload = answer.write_to_bytes().ok()?;
-        Some(response)
+        Some(responses::process(state.pid))
     }
 
     /// For docker's checkpoints only.

@@ -3,6 +3,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use containerd_shim::api::PidsResponse;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 
 use super::*;
@@ -297,7 +298,7 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     pids.id = "c1".into();
     let request = made("Pids", pids.write_to_bytes().unwrap());
     let failure = || rpc::failure(Code::UNKNOWN, "container does not exist");
-    let mut asked = || tasks.response(tasks.request(&request).1.unwrap(), failure());
+    let asked = || tasks.response(tasks.request(&request).1.unwrap(), failure());
     let answer = PidsResponse::parse_from_bytes(&asked().payload).unwrap();
     assert_eq!(answer.processes.len(), 1);
     assert_eq!(answer.processes[0].pid, ended);

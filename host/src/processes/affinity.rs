@@ -68,14 +68,14 @@ pub fn pin(host: &Host, init: i32, pids: &[i32], pinned: &[PinnedThreads]) -> Ve
     lacking
 }
 
-struct Thread {
+struct ContainerThread {
     tid: i32,
     /// Its id in the PID namespace of the container's init process.
     inside: i32,
     status: StatusFile,
 }
 
-fn threads(host: &Host, init: i32, pids: &[i32]) -> Vec<Thread> {
+fn threads(host: &Host, init: i32, pids: &[i32]) -> Vec<ContainerThread> {
     let ids = |status: &StatusFile| status.numbers::<i32>("NSpid").unwrap_or_default();
     let level = ids(&StatusFile::read(host, init)).len();
     let read = |pid: &i32| {
@@ -83,7 +83,7 @@ fn threads(host: &Host, init: i32, pids: &[i32]) -> Vec<Thread> {
         let pid = *pid;
         tasks.into_iter().filter_map(move |tid| {
             let status = StatusFile::read(host, format!("{pid}/task/{tid}"));
-            Some(Thread {
+            Some(ContainerThread {
                 tid: tid.parse().ok()?,
                 inside: *ids(&status).get(level.checked_sub(1)?)?,
                 status,

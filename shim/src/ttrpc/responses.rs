@@ -4,10 +4,13 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use containerd_shim::api::{ConnectResponse, CreateTaskResponse, StateResponse, WaitResponse};
+use containerd_shim::api::{
+    ConnectResponse, CreateTaskResponse, PidsResponse, StateResponse, WaitResponse,
+};
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Response, Status};
+use containerd_shim::protos::types::task::ProcessInfo;
 
 /// Most bytes of a runtime's log that one call writes.
 const MAX_LOG_BYTES: u64 = 256 << 10;
@@ -28,6 +31,17 @@ pub fn ended() -> Response {
     wait.exited_at = MessageField::some(Timestamp::now());
     let mut response = done();
     response.payload = wait.write_to_bytes().unwrap_or_default();
+    response
+}
+
+/// The response to Pids for a container of one process.
+pub fn process(pid: u32) -> Response {
+    let mut process = ProcessInfo::new();
+    process.pid = pid;
+    let mut pids = PidsResponse::new();
+    pids.processes.push(process);
+    let mut response = done();
+    response.payload = pids.write_to_bytes().unwrap_or_default();
     response
 }
 
