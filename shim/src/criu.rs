@@ -15,6 +15,8 @@ use cryopod_archive::format::names;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+/// How long a CRIU without its runtime may work on.
+pub const ENDS: Duration = Duration::from_secs(600);
 /// Time for CRIU to exit by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Time for the kernel to end killed processes, once they are killed.

@@ -23,10 +23,10 @@ use containerd_shim::protos::ttrpc::proto::{MESSAGE_TYPE_RESPONSE, MessageHeader
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use crate::container::HeldCall;
+use crate::container::{HeldCall, PackedCheckpoint};
 use crate::peer::{self, PeerProcess};
 use crate::restore::ImageWork;
-use crate::task::{Fate, PackedCheckpoint, Tasks, Watched};
+use crate::task::{Fate, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
 use crate::ttrpc::frame::{Frame, Oversized};

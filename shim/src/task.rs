@@ -2,8 +2,6 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,7 +19,7 @@ use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 
 use crate::cleanup::StatePlace;
-use crate::container::{HeldCall, KnownContainer};
+use crate::container::{HeldCall, KnownContainer, PackedCheckpoint};
 use crate::criu::{self, WrittenImages};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::{self, Record};
@@ -30,7 +28,6 @@ use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{self, KILLED, Pid, done, ended, reason};
 use crate::{options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
-use cryopod_archive::format::text::printable;
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::limited;
@@ -59,8 +56,6 @@ const EXIT_NOTICE: Duration = Duration::from_secs(1);
 const EXIT_PAUSE: Duration = Duration::from_millis(20);
 /// Interval between two looks for a CRIU that works.
 const CRIU_PAUSE: Duration = Duration::from_millis(50);
-/// How long a CRIU without its runtime may work on.
-const CRIU_ENDS: Duration = Duration::from_secs(600);
 
 #[derive(Debug)]
 pub enum Fate {
@@ -81,15 +76,7 @@ pub struct Watched {
     id: String,
     /// The length of the runtime's log before the call.
     log_bytes: u64,
-}
-
-/// A checkpoint that containerd asked for, and where.
-#[derive(Debug)]
-pub struct PackedCheckpoint {
-    id: String,
-    pub images: PathBuf,
-    /// containerd was told of a success, and packs the images.
-    pub succeeded: bool,
+    _readers: Vec<File>,
 }
 
 impl Watched {
@@ -240,7 +227,7 @@ impl Tasks {
             // What a CRIU that hangs has written stays.
             AfterCriu::Ended | AfterCriu::Hangs | AfterCriu::Unanswered => {
                 if checkpoint.images.join(names::METADATA).exists() {
-                    keep(checkpoint, after == AfterCriu::Hangs, &self.log);
+                    checkpoint.keep(after == AfterCriu::Hangs, &self.log);
                 }
             }
         }
@@ -251,7 +238,7 @@ impl Tasks {
     fn after_criu(&self, id: &str) -> AfterCriu {
         let start = Instant::now();
         while self.criu_works(id) {
-            if start.elapsed() >= CRIU_ENDS {
+            if start.elapsed() >= criu::ENDS {
                 return AfterCriu::Hangs;
             }
             thread::sleep(CRIU_PAUSE);
@@ -512,6 +499,7 @@ impl Tasks {
         let container = KnownContainer {
             bundle,
             place,
+            outputs: [create.stdout.clone(), create.stderr.clone()],
             mounted,
             restoring,
             given_up: false,
@@ -587,10 +575,15 @@ impl Tasks {
         let containers = self.lock();
         let container = containers.get(&id)?;
         let log = container.bundle.join(LOG);
+        let readers = match call {
+            TaskCall::Create | TaskCall::Start => container.readers(),
+            _ => Vec::new(),
+        };
         Some(Watched {
             call,
             id,
             log_bytes: log.metadata().map_or(0, |m| m.len()),
+            _readers: readers,
         })
     }
 
@@ -640,32 +633,6 @@ impl Tasks {
             status.set_message(format!("{reason} ({})", status.message()));
         }
     }
-}
-
-/// Keeps the images of a container that has ended, or whose CRIU hangs: they may be all that is left of it.
-fn keep(checkpoint: &PackedCheckpoint, hangs: bool, log: &Path) {
-    let marked = File::create(checkpoint.images.join(names::ONLY_COPY));
-    let images = checkpoint.images.display();
-    let id = &checkpoint.id;
-    let until = marked.map_or_else(|e| format!(" within a day ({e})"), |_| String::new());
-    let verb = match checkpoint.images.join(names::STORE_REFERENCE).exists() {
-        true => "bundle",
-        false => "pack",
-    };
-    let what = match hangs {
-        true => format!(
-            "a checkpoint of {id}, whose CRIU has not ended within {} minutes, so that the container may still run",
-            CRIU_ENDS.as_secs() / 60
-        ),
-        false => format!("the only checkpoint of {id}, which has ended"),
-    };
-    let said = format!(
-        "cryopod: {images}: {what}: containerd did not pack it; `cryopod {verb} {images} -o oci:DIRECTORY` makes an archive of it{until}, then remove it"
-    );
-    let mut options = File::options();
-    let options = options.append(true).create(true).mode(0o600);
-    let log = options.open(log);
-    let _ = log.and_then(|mut log| writeln!(log, "level=error msg={:?}", printable(&said)));
 }
 
 /// What has become of a container when its CRIU has ended.

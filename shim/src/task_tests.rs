@@ -1,4 +1,4 @@
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -337,7 +337,7 @@ fn a_container_whose_criu_hangs_is_not_said_to_have_ended() {
     let log = dir.path().join("log");
     let said = |hangs| {
         let _ = std::fs::remove_file(&log);
-        keep(&checkpoint, hangs, &log);
+        checkpoint.keep(hangs, &log);
         std::fs::read_to_string(&log).unwrap()
     };
     assert!(said(false).contains("c1, which has ended"));
@@ -362,4 +362,37 @@ fn images_are_complete_with_what_is_written_last() {
     assert!(!images.are_complete());
     put(names::METADATA);
     assert!(images.are_complete());
+}
+
+/// Who would read it may have been killed.
+#[test]
+fn the_output_has_a_reader_until_the_call_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("stdout");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "mine").unwrap();
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&fifo, &link).unwrap();
+    let has_reader = || {
+        let mut options = File::options();
+        let options = options.write(true).custom_flags(libc::O_NONBLOCK);
+        options.open(&fifo).is_ok()
+    };
+    let tasks = tasks();
+    let mut create = create(dir.path());
+    for (stdout, read) in [(&file, false), (&link, false), (&fifo, true)] {
+        create.stdout = stdout.to_str().unwrap().into();
+        let request = made("Create", create.write_to_bytes().unwrap());
+        let watched = tasks.request(&request).1;
+        assert_eq!(has_reader(), read, "{stdout:?}");
+        tasks.response(watched.unwrap(), done());
+        assert!(!has_reader());
+    }
+    let mut start = StartRequest::new();
+    start.id = "c1".into();
+    let watched = tasks.request(&made("Start", start.write_to_bytes().unwrap()));
+    assert!(has_reader());
+    drop(watched);
+    assert!(!has_reader());
 }

@@ -27,7 +27,7 @@ pub(super) fn lock(
     let directory = state.lock_directory(request.ctx, request.inv);
     BundleLock::take(&directory, patience, || {
         format!(
-            "checkpoint of {} refused: another checkpoint of it is under way; try again when that has ended",
+            "checkpoint of {} refused: a checkpoint or pause of it is under way; try again when that has ended",
             request.id()
         )
     })

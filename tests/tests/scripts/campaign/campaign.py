@@ -638,9 +638,9 @@ class Round:
             if not until(lambda: not any(name in (RUNTIME, LOW, "criu") for _, name, _ in processes()), 60):
                 show_processes()
             forgotten()
-        if c.engine != "podman" and fault.struck and fault.who == "client":
-            # The daemon may carry out what it was asked for. containerd's shim then waits for a reader of the output, with the lock
-            # that everything else needs, for ever: `ctr containers restore` was it.
+        if c.engine == "ctr" and c.shim == "stock" and fault.struck and fault.who == "client":
+            # The daemon may carry out what it was asked for. containerd's shim, without ours in front of it, then waits for a reader
+            # of the output, with the lock that everything else needs, for ever: `ctr containers restore` was it.
             readers = []
             for _ in range(10):
                 readers += [os.open(fifo, os.O_RDONLY | os.O_NONBLOCK) for fifo in glob.glob(f"/run/containerd/fifo/*/{c.name}-std[oe]*")]

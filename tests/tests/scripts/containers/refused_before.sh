@@ -40,7 +40,7 @@ mkdir /tmp/first /tmp/second
 cryopod-runtime checkpoint --leave-running --image-path /tmp/first --work-path /tmp/first "$(podman inspect -f '{{.Id}}' job)" > /tmp/first.said 2>&1 &
 first=$!
 wait_for test -e /tmp/reached
-refused 'a second checkpoint at the same time' 'another checkpoint of it is under way' \
+refused 'a second checkpoint at the same time' 'a checkpoint or pause of it is under way' \
     cryopod-runtime checkpoint --leave-running --image-path /tmp/second --work-path /tmp/second "$(podman inspect -f '{{.Id}}' job)"
 touch /tmp/go-on
 check 'the first succeeds' wait $first
@@ -56,7 +56,7 @@ bundle=$(podman inspect -f '{{.OCIConfigPath}}' c1)
 exec 7< "${bundle%/*}"
 flock -n 7
 mkdir /tmp/third
-refused 'a second checkpoint without a GPU' 'another checkpoint of it is under way' \
+refused 'a second checkpoint without a GPU' 'a checkpoint or pause of it is under way' \
     cryopod-runtime checkpoint --leave-running --image-path /tmp/third --work-path /tmp/third "$id"
 exec 7<&-
 

@@ -108,7 +108,7 @@ podman --runtime cryopod-runtime container checkpoint --keep job > /tmp/first.sa
 checkpointing=$!
 wait_for hangs_at hang-checkpoint
 pkill -KILL -x cryopod-runtime
-check 'another checkpoint at once: refused' refused 'another checkpoint of it is under way' pod container checkpoint --keep job
+check 'another checkpoint at once: refused' refused 'a checkpoint or pause of it is under way' pod container checkpoint --keep job
 clear_switches
 wait $checkpointing || true
 check 'it goes on' goes_on
