@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_host::files::{open_regular, read_bounded_from};
 use cryopod_host::nodes::{DeviceNode, Vendor};
-use cryopod_host::processes::affinity::PinnedThreads;
+use cryopod_host::processes::thread_settings::ThreadGroup;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -157,7 +157,7 @@ pub struct ContainerFacts {
     /// `true` if the container continued to run after the checkpoint.
     pub leave_running: bool,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub pinned: Vec<PinnedThreads>,
+    pub threads: Vec<ThreadGroup>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,11 +4,11 @@
 //! that the plan needs of a process is read together, by several threads. The container is not trusted: its files are
 //! never opened, only looked at.
 
-pub mod affinity;
 pub mod id_map;
 pub mod maps;
 pub mod signals;
 pub mod stat;
+pub mod thread_settings;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;

@@ -19,7 +19,7 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
-use cryopod_host::processes::affinity;
+use cryopod_host::processes::thread_settings;
 use nix::fcntl::Flock;
 use serde_json::Value;
 
@@ -200,7 +200,7 @@ impl Completion<'_> {
                 let (host, init) = (&self.request.host, self.state.init);
                 self.stopped = running(host, init);
                 let pids: Vec<i32> = self.stopped.iter().map(|(pid, _)| *pid).collect();
-                self.metadata.container.pinned = affinity::pinned(host, init, &pids);
+                self.metadata.container.threads = thread_settings::settings(host, init, &pids);
             }
             return Ok(());
         }

@@ -53,7 +53,7 @@ pub(super) fn metadata_of(
             low_level: request.ctx.low.label(),
             low_level_version: planned.low_version.clone(),
             leave_running: request.leave_running(),
-            pinned: Vec::new(),
+            threads: Vec::new(),
         },
         host: criu::host_facts(&request.host, Some(&planned.criu)),
         gpu,

@@ -7,7 +7,7 @@ use cryopod_amd::pages;
 use cryopod_archive::temporary::Temporary;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::processes::affinity::PinnedThreads;
+use cryopod_host::processes::thread_settings::ThreadGroup;
 
 use super::arguments;
 use super::open::OpenedCheckpoint;
@@ -41,7 +41,7 @@ pub(super) struct RestorePreparation {
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
     pub decoded: DecodedImages,
-    pub pinned: Vec<PinnedThreads>,
+    pub threads: Vec<ThreadGroup>,
     /// The size of the checkpoint.
     pub bytes: u64,
     /// The image directory, passable for a container in a user namespace.
@@ -135,7 +135,7 @@ pub(super) fn prepare(
         provision,
         new_mounts,
         decoded,
-        pinned: checkpoint.metadata.container.pinned.clone(),
+        threads: checkpoint.metadata.container.threads.clone(),
         bytes,
         _searchable: searchable(request)?,
         _unpacked: unpacked,

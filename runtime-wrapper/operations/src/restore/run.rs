@@ -8,7 +8,7 @@ use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::format::names;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_host::files::Host;
-use cryopod_host::processes::affinity;
+use cryopod_host::processes::thread_settings;
 
 use super::plan::devices;
 use super::prepare::RestorePreparation;
@@ -106,7 +106,7 @@ fn actions<'a>(
     }
     actions.push(Action::at(RESTORED, |question| {
         let pids = mount_flags::processes(host, question.init);
-        for cpus in affinity::pin(host, question.init, &pids, &prepared.pinned) {
+        for cpus in thread_settings::set(host, question.init, &pids, &prepared.threads) {
             tracing::warn!(
                 "threads that ran on CPUs {cpus} only run on all: the container does not have these"
             );

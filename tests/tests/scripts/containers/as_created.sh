@@ -66,37 +66,43 @@ lines() { [ "$(printed "$1" | wc -l)" -ge "$2" ]; }
 rounds plain localhost/busybox "${counter[@]}"
 rounds gpu "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client
 
-# ---- CPUs of threads: CRIU's own would be those of the engine ----
-cpus() { # CONTAINER: how many of its threads may run on which CPUs
+# ---- what threads have set for themselves: CRIU's own would be the engine's ----
+settings() { # CONTAINER: how many of its threads have what
     local tid
-    for tid in "/proc/$(pid_of "$1")/task"/*; do sed -n 's/^Cpus_allowed_list:\t//p' "$tid/status"; done | sort | uniq -c | xargs
+    for tid in "/proc/$(pid_of "$1")/task"/*; do
+        echo "$(sed -n 's/^Cpus_allowed_list:\t//p' "$tid/status"), $(ionice -p "${tid##*/}"), $(cat "/proc/${tid##*/}/timerslack_ns" "/proc/${tid##*/}/coredump_filter" | xargs)"
+    done | sort | uniq -c
 }
-pinned() { # NAME CONTAINER
-    [ "$(cpus "$2")" = "$expected" ] || { echo "$1: $(cpus "$2") instead of $expected" && return 1; }
-}
+set_as() { [ "$(settings "$1")" = "$expected" ] || { settings "$1" && return 1; }; }
 gpu=("${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client)
 if [ "$(nproc)" -gt 1 ]; then
-    pod run -d --name pin "${gpu[@]}" > /dev/null
-    wait_for lines pin 3
-    everywhere=$(cpus pin)
-    tids=("/proc/$(pid_of pin)/task"/*)
+    pod run -d --name set "${gpu[@]}" > /dev/null
+    wait_for lines set 3
+    usual=$(settings set)
+    tids=("/proc/$(pid_of set)/task"/*)
     taskset -p -c 1 "${tids[-1]##*/}" > /dev/null
-    expected=$(cpus pin)
-    check "a thread is pinned" test "$expected" != "$everywhere"
-    pod container checkpoint pin > /dev/null
-    taskset -c 0 podman --runtime cryopod-runtime container restore pin > /dev/null
-    check "pinned threads stay pinned, the others run everywhere" pinned restored pin
-    pod container checkpoint --export /tmp/c.tar --keep pin > /dev/null
-    cp -r "$(podman inspect -f '{{.StaticDir}}' pin)/checkpoint" "$from/pin"
-    podman rm -f -t 0 pin > /dev/null
-    pod run -d --name pin --annotation "dev.cryopod.restore=$from/pin" "${gpu[@]}" > /dev/null
-    wait_for lines pin 3
-    check "also those of a copy" pinned copied pin
-    podman rm -f -t 0 pin > /dev/null
-    sed -i 's/"cpus":"1"/"cpus":"99"/; s/"cpus": "1"/"cpus": "99"/' "$from/pin/cryopod.json"
-    expected=$everywhere
-    pod run -d --name pin --annotation "dev.cryopod.restore=$from/pin" "${gpu[@]}" > /dev/null
-    wait_for lines pin 3
-    check "of a CPU that is not there they run everywhere" pinned elsewhere pin
-    podman rm -f -t 0 pin > /dev/null
+    ionice -c 2 -n 6 -p "${tids[-1]##*/}"
+    echo 123456 > "/proc/${tids[-1]##*/}/timerslack_ns"
+    echo 0x3 > "/proc/$(pid_of set)/coredump_filter"
+    expected=$(settings set)
+    check "a thread has settings" test "$expected" != "$usual"
+    pod container checkpoint set > /dev/null
+    ionice -c 3 taskset -c 0 podman --runtime cryopod-runtime container restore set > /dev/null
+    check "threads keep their settings, and none has the engine's" set_as set
+    pod container checkpoint --export /tmp/c.tar --keep set > /dev/null
+    cp -r "$(podman inspect -f '{{.StaticDir}}' set)/checkpoint" "$from/set"
+    podman rm -f -t 0 set > /dev/null
+    pod run -d --name set --annotation "dev.cryopod.restore=$from/set" "${gpu[@]}" > /dev/null
+    wait_for lines set 3
+    check "also those of a copy" set_as set
+    podman rm -f -t 0 set > /dev/null
+    # CPUs that this host does not have, and a priority that needs a privilege.
+    jq '.container.threads |= map(if .cpus then .cpus = "99" | .io_priority = 8193 | del(.timer_slack_ns) else . end | del(.core_dump_filter))' \
+        "$from/set/cryopod.json" > /tmp/json
+    cp /tmp/json "$from/set/cryopod.json"
+    expected=$usual
+    pod run -d --name set --annotation "dev.cryopod.restore=$from/set" "${gpu[@]}" > /dev/null
+    wait_for lines set 3
+    check "an archive gets no more than it may set itself" set_as set
+    podman rm -f -t 0 set > /dev/null
 fi
