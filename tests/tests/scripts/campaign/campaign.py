@@ -115,6 +115,14 @@ def processes():
             yield int(pid), stat[stat.index("(") + 1:stat.rindex(")")], read(f"/proc/{pid}/cmdline").replace("\0", " ")
 
 
+def parent_of(pid):
+    return (re.search(r"PPid:\s+(\d+)", read(f"/proc/{pid}/status")) or "00")[1]
+
+
+def name_of(pid):
+    return read(f"/proc/{pid}/comm").strip()
+
+
 def container_of(pid):
     """The container's name by the mount of its log, which is there for restored ones, too."""
     found = re.search(r" /srv/out/(\S+) /out ", read(f"/proc/{pid}/mountinfo"))
@@ -397,7 +405,9 @@ class Fault:
             if shim and shim not in line:
                 continue
             works = self.short or re.search(r" (checkpoint|restore|create|run) ", line)
-            if {"wrapper": name == RUNTIME and " hold" not in line and works and "init" not in line, "criu": name == "criu",
+            if {"wrapper": name == RUNTIME and " hold" not in line and works and "init" not in line,
+                # CRIU waits for ever for a process that it restores and traces, and that somebody stops.
+                "criu": name == "criu" and (self.what != "stop" or name_of(parent_of(pid)) != "criu"),
                 "low": name == LOW and "init" not in line and works,
                 # Not conmon's clean-up: podman takes a container that ended without it for a running one.
                 "client": name in ("podman", "docker", "ctr", "cryopod") and "run/conmon" not in line and " cleanup " not in line,
