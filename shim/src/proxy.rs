@@ -226,7 +226,9 @@ impl ProxyLink {
             };
             let response = Response::parse_from_bytes(&frame.body);
             match (watched, response) {
-                (Some(watched), Ok(response)) if rpc::succeeded(&response) => {
+                (Some(watched), Ok(response))
+                    if rpc::succeeded(&response) && !watched.may_ask() =>
+                {
                     self.finish(&frame, watched, response)?;
                 }
                 // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.

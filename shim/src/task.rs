@@ -25,7 +25,7 @@ use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::{self, Record};
 use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
-use crate::ttrpc::responses::{self, KILLED, Pid, done, ended, reason};
+use crate::ttrpc::responses::{self, KILLED, Pid, done, ended, names_a_process, reason};
 use crate::{options, stock, ttrpc::rpc};
 use cryopod_archive::format::names;
 use cryopod_host::cgroups::Cgroups;
@@ -80,6 +80,11 @@ pub struct Watched {
 }
 
 impl Watched {
+    /// Returns true if its response may ask the stock shim, also after a success: that takes time.
+    pub fn may_ask(&self) -> bool {
+        matches!(self.call, TaskCall::Pids)
+    }
+
     /// Returns the checkpoint that this call asks for, if containerd packs its images. Those in a directory that the user
     /// names (`ctr tasks checkpoint --image-path`) stay there.
     pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
@@ -193,7 +198,7 @@ impl Tasks {
             (TaskCall::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
             }
-            (TaskCall::Pids, true) => {
+            (TaskCall::Pids, failed) if failed || !names_a_process(&response) => {
                 if let Some(answer) = self.pids_of_stopped(&watched.id) {
                     return answer;
                 }
@@ -419,7 +424,9 @@ impl Tasks {
     /// Answers Pids of a container that has ended: containerd, when it is back, deletes a task without a pid, with the exit
     /// that it has not learnt of. To docker it would run, or be paused, for ever.
     fn pids_of_stopped(&self, id: &str) -> Option<Response> {
-        let state = self.state(id).filter(|s| s.pid != 0 && !has_process(s))?;
+        let state = self
+            .state(id)
+            .filter(|s| s.pid != 0 && !(is_started(s) && has_process(s)))?;
         Some(responses::process(state.pid))
     }
 

@@ -279,7 +279,7 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     let (ended, lives) = (child.id(), std::process::id());
     child.wait().unwrap();
     thread::spawn(move || {
-        for pid in [ended, lives] {
+        for pid in [ended, lives, ended] {
             let (mut client, _) = stock.accept().unwrap();
             let mut frame = Frame::read(&mut client).unwrap().unwrap();
             let mut state = StateResponse::new();
@@ -303,6 +303,12 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     assert_eq!(answer.processes.len(), 1);
     assert_eq!(answer.processes[0].pid, ended);
     assert_eq!(asked(), failure(), "another cause is told");
+    let none = tasks.response(tasks.request(&request).1.unwrap(), done());
+    let answer = PidsResponse::parse_from_bytes(&none.payload).unwrap();
+    assert_eq!(answer.processes[0].pid, ended, "runc names none");
+    let named = responses::process(7);
+    let same = tasks.response(tasks.request(&request).1.unwrap(), named.clone());
+    assert_eq!(same, named);
     drop(tasks);
     let (tasks, _) = created(dir.path());
     let watched = tasks.request(&request).1.unwrap();

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -20,6 +21,11 @@ const WHO: i32 = 1;
 /// I/O priority: the bits of the class, and the two classes that need no privilege (best effort, idle).
 const CLASS_SHIFT: u32 = 13;
 const FREE_CLASSES: [i32; 2] = [2, 3];
+/// What a thread has that has set none: nothing, or best effort, 4 (Linux 5.15 to 5.19).
+const NO_PRIORITY: [i32; 2] = [0, 2 << CLASS_SHIFT | 4];
+/// Most groups that are read from an archive, and bytes of a list: one of 1024 CPUs has less.
+const MAX_GROUPS: usize = 1024;
+const MAX_LIST: usize = 4096;
 
 /// Threads of a container with the same settings. What is not set is as in a new process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,12 +53,23 @@ pub struct ThreadSettings {
 
 /// Returns the threads of these processes that have settings. `init`: the container's.
 pub fn settings(host: &Host, init: i32, pids: &[i32]) -> Vec<ThreadGroup> {
-    let own = of_cgroup(host, init);
+    let mut of_cgroups: HashMap<String, CpuSet> = HashMap::new();
     let mut found: BTreeMap<ThreadSettings, Vec<i32>> = BTreeMap::new();
-    for thread in threads(host, init, pids) {
-        let settings = read(host, &thread, &own);
-        if settings != ThreadSettings::default() {
-            found.entry(settings).or_default().push(thread.inside);
+    // An older runc leaves the engine's to a new container.
+    let engine = StatusFile::read(host, "self");
+    for pid in pids {
+        let cgroup = host.text(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let own = of_cgroups
+            .entry(cgroup)
+            .or_insert_with_key(|cgroup| of_cgroup(host, cgroup));
+        for thread in threads(host, init, &[*pid]) {
+            let mut settings = read(host, &thread, own);
+            settings.cpus = settings
+                .cpus
+                .filter(|cpus| engine.field(ALLOWED) != Some(cpus));
+            if settings != ThreadSettings::default() {
+                found.entry(settings).or_default().push(thread.inside);
+            }
         }
     }
     let found = found.into_iter();
@@ -62,42 +79,50 @@ pub fn settings(host: &Host, init: i32, pids: &[i32]) -> Vec<ThreadGroup> {
 }
 
 /// Gives the threads of restored processes their settings, and all others those of a new process. Returns the lists of
-/// CPUs of which the container has none: these threads run on all.
+/// CPUs to which threads could not be pinned, with the reasons.
 pub fn set(host: &Host, init: i32, pids: &[i32], groups: &[ThreadGroup]) -> Vec<String> {
     let me = i32::try_from(std::process::id()).unwrap_or_default();
     let online = online(host);
     let own = threads(host, me, &[me])
         .first()
         .map(|own| read(host, own, &online));
-    let mut lacking = Vec::new();
-    if groups.is_empty() && own.is_none_or(|own| own == ThreadSettings::default()) {
-        return lacking;
+    let mut failed = Vec::new();
+    let is_usual = own.is_none_or(|own| own == ThreadSettings::default())
+        && io_priority(me).is_none_or(|priority| NO_PRIORITY.contains(&priority));
+    if groups.is_empty() && is_usual {
+        return failed;
     }
-    let all = parse(&format!("0-{}", CpuSet::count() - 1));
+    let all = (None, parse(&format!("0-{}", CpuSet::count() - 1)));
     let usual = ThreadSettings::default();
-    let mut of: HashMap<i32, &ThreadSettings> = HashMap::new();
-    for group in groups {
-        of.extend(
-            group
-                .threads
-                .iter()
-                .map(|thread| (*thread, &group.settings)),
-        );
+    let groups = &groups[..groups.len().min(MAX_GROUPS)];
+    let list = |group: &ThreadGroup| {
+        let cpus = group.settings.cpus.as_ref()?;
+        (cpus.len() <= MAX_LIST).then(|| (Some(cpus.clone()), parse(cpus)))
+    };
+    let lists: Vec<_> = groups.iter().map(list).collect();
+    let mut of: HashMap<i32, usize> = HashMap::new();
+    for (at, group) in groups.iter().enumerate() {
+        of.extend(group.threads.iter().map(|thread| (*thread, at)));
     }
     for thread in threads(host, init, pids) {
-        let settings = of.get(&thread.inside).copied().unwrap_or(&usual);
-        write(host, &thread, settings);
-        let pin = |cpus: &CpuSet| sched_setaffinity(Pid::from_raw(thread.tid), cpus).is_ok();
-        match &settings.cpus {
-            Some(cpus) if pin(&parse(cpus)) => continue,
-            Some(cpus) => lacking.push(cpus.clone()),
-            None => {}
-        }
-        pin(&all);
+        let at = of.get(&thread.inside).copied();
+        write(host, &thread, at.map_or(&usual, |at| &groups[at].settings));
+        let wanted = at.and_then(|at| lists[at].as_ref()).unwrap_or(&all);
+        let pin = |cpus| sched_setaffinity(Pid::from_raw(thread.tid), cpus);
+        let Err(e) = pin(&wanted.1) else { continue };
+        let why = match e {
+            Errno::EINVAL => "the container has none of them".into(),
+            e => e.to_string(),
+        };
+        failed.push(format!(
+            "{}: {why}",
+            wanted.0.as_deref().unwrap_or("of all kinds")
+        ));
+        let _ = pin(&all.1);
     }
-    lacking.sort_unstable();
-    lacking.dedup();
-    lacking
+    failed.sort_unstable();
+    failed.dedup();
+    failed
 }
 
 /// Reads a thread's settings. `own`: the CPUs that it has if it has set nothing.
@@ -130,7 +155,10 @@ fn write(host: &Host, thread: &ContainerThread, settings: &ThreadSettings) {
     };
     let priority = settings.io_priority.filter(|priority| is_free(*priority));
     // SAFETY: the system call takes three numbers and touches no memory.
-    unsafe { libc::syscall(libc::SYS_ioprio_set, WHO, tid, priority.unwrap_or(0)) };
+    let set = |priority: i32| unsafe { libc::syscall(libc::SYS_ioprio_set, WHO, tid, priority) };
+    if set(priority.unwrap_or(0)) != 0 {
+        set(0);
+    }
     let slack = settings.timer_slack_ns.unwrap_or(TIMER_SLACK_NS);
     put("timerslack_ns", slack.to_string());
     if thread.is_first {
@@ -145,9 +173,9 @@ fn io_priority(tid: i32) -> Option<i32> {
     i32::try_from(priority).ok()
 }
 
-/// Returns true for an I/O priority that a process may set without a privilege.
+/// Returns true for an I/O priority that a process has set, and may set without a privilege.
 fn is_free(priority: i32) -> bool {
-    FREE_CLASSES.contains(&(priority >> CLASS_SHIFT))
+    FREE_CLASSES.contains(&(priority >> CLASS_SHIFT)) && !NO_PRIORITY.contains(&priority)
 }
 
 struct ContainerThread {
@@ -179,23 +207,23 @@ fn threads(host: &Host, init: i32, pids: &[i32]) -> Vec<ContainerThread> {
     pids.iter().flat_map(read).collect()
 }
 
-/// Returns the CPUs that a process's cgroup has.
-fn of_cgroup(host: &Host, pid: i32) -> CpuSet {
-    let text = host.text(format!("/proc/{pid}/cgroup"));
-    let text = text.unwrap_or_default();
+/// Returns the CPUs that a cgroup has, by the text of `/proc/PID/cgroup`.
+fn of_cgroup(host: &Host, text: &str) -> CpuSet {
     let list = text.lines().find_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (kind, path) = (parts.next()?, parts.next()?.trim_start_matches('/'));
-        let (root, file) = match kind {
-            "" => ("/sys/fs/cgroup", "cpuset.cpus.effective"),
+        let (roots, file) = match kind {
+            "" => (&["", "/unified"][..], "cpuset.cpus.effective"),
             kind if kind.split(',').any(|name| name == "cpuset") => {
-                ("/sys/fs/cgroup/cpuset", "cpuset.effective_cpus")
+                (&["/cpuset"][..], "cpuset.effective_cpus")
             }
             _ => return None,
         };
         // Where a cgroup has no such controller, that of the one above counts.
-        let mut above = std::path::Path::new(path).ancestors();
-        above.find_map(|path| host.line(format!("{root}/{}/{file}", path.display())))
+        let mut above = std::path::Path::new(path)
+            .ancestors()
+            .flat_map(|path| roots.iter().map(move |root| (root, path.display())));
+        above.find_map(|(root, path)| host.line(format!("/sys/fs/cgroup{root}/{path}/{file}")))
     });
     list.map_or_else(|| online(host), |list| parse(&list))
 }
@@ -323,10 +351,8 @@ mod tests {
             let slack = host.line(format!("/proc/{tid}/timerslack_ns"));
             assert!(slack.is_none_or(|slack| slack == "77000"));
             // The host does not have it: it runs everywhere, as a new process. A priority that needs a privilege is not given.
-            assert_eq!(
-                set(&host, own, &[own], &wanted("1023", 1 << CLASS_SHIFT)),
-                ["1023"]
-            );
+            let said = set(&host, own, &[own], &wanted("1023", 1 << CLASS_SHIFT));
+            assert_eq!(said, ["1023: the container has none of them"]);
             assert!(contains(&parse(&cpus()), &parse(&before)));
             assert_eq!(io_priority(tid), Some(0));
         })

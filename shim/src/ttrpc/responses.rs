@@ -45,6 +45,12 @@ pub fn process(pid: u32) -> Response {
     response
 }
 
+/// Returns true for a response to Pids that names a process: `runc ps` of a container that has ended succeeds, and names none.
+pub fn names_a_process(response: &Response) -> bool {
+    let pids = PidsResponse::parse_from_bytes(&response.payload);
+    pids.is_ok_and(|pids| !pids.processes.is_empty())
+}
+
 /// Returns cryopod's last error in a runtime's log, from an offset on.
 pub fn reason(log: &Path, from: u64) -> Option<String> {
     #[derive(serde::Deserialize)]

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use cryopod_amd::image::Images;
@@ -19,7 +20,7 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
-use cryopod_host::processes::thread_settings;
+use cryopod_host::processes::thread_settings::{self, ThreadGroup};
 use nix::fcntl::Flock;
 use serde_json::Value;
 
@@ -108,6 +109,7 @@ pub(super) fn dump(
         packing,
         signals,
         stopped: Vec::new(),
+        settings: None,
     };
     let progress = &mut prepared.progress;
     progress.step("start");
@@ -185,6 +187,8 @@ struct Completion<'a> {
     signals: &'a child::Signals,
     /// The processes that CRIU has stopped, by pid and start time.
     stopped: Vec<(i32, u64)>,
+    /// Reads what their threads have set.
+    settings: Option<JoinHandle<Vec<ThreadGroup>>>,
 }
 
 impl Completion<'_> {
@@ -200,10 +204,19 @@ impl Completion<'_> {
                 let (host, init) = (&self.request.host, self.state.init);
                 self.stopped = running(host, init);
                 let pids: Vec<i32> = self.stopped.iter().map(|(pid, _)| *pid).collect();
-                self.metadata.container.threads = thread_settings::settings(host, init, &pids);
+                let host = host.clone();
+                // They stay as they are: CRIU need not wait, and the application with it.
+                let read = move || thread_settings::settings(&host, init, &pids);
+                self.settings = std::thread::Builder::new().spawn(read).ok();
             }
             return Ok(());
         }
+        let read = self.settings.take().and_then(|reads| reads.join().ok());
+        self.metadata.container.threads = read.unwrap_or_else(|| {
+            // CRIU does not stop for us where the network is the host's.
+            let (host, init) = (&self.request.host, self.state.init);
+            thread_settings::settings(host, init, &live::tree(host, init))
+        });
         // CRIU succeeds, with images that it may not restore.
         if let Some(pid) = ended_since(&self.stopped, &self.request.host, self.state.init) {
             return Err(format!("process {pid} was killed in the middle of it"));

@@ -106,10 +106,8 @@ fn actions<'a>(
     }
     actions.push(Action::at(RESTORED, |question| {
         let pids = mount_flags::processes(host, question.init);
-        for cpus in thread_settings::set(host, question.init, &pids, &prepared.threads) {
-            tracing::warn!(
-                "threads that ran on CPUs {cpus} only run on all: the container does not have these"
-            );
+        for failed in thread_settings::set(host, question.init, &pids, &prepared.threads) {
+            tracing::warn!("threads are not pinned to their CPUs, {failed}");
         }
         Ok(())
     }));

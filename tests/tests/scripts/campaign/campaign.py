@@ -885,18 +885,22 @@ class Round:
 
     def packed_only_copy(self, c, low):
         """What the shim keeps of a checkpoint that ended its container, and that containerd did not pack."""
-        for images in glob.glob("/tmp/ctrd-checkpoint*"):
-            if os.path.exists(f"{images}/.cryopod-only-copy"):
-                place = self.fresh()
-                if images not in read("/var/log/cryopod-on-stop.log"):
-                    raise Violation(f"/var/log/cryopod-on-stop.log does not name {images}")
-                if not any(run("cryopod", verb, images, "-o", "oci-archive:" + place, "-q")[0] == 0 for verb in ("bundle", "pack")):
-                    raise Violation(f"the only copy cannot be packed: {os.listdir(images)}: {read('/tmp/said')[-300:]}")
-                print(f"    packed the only copy: {images}")
-                shutil.rmtree(images)
-                self.archive(c, "file", place, True, low)
-                return True
-        return False
+        task = run("docker", "inspect", "-f", "{{.Id}}", c.name)[1].strip()
+        named = []
+
+        def kept():
+            log = read("/var/log/cryopod-on-stop.log")
+            named[:] = filter(os.path.exists, re.findall(rf"(/tmp/ctrd-checkpoint\d+): the only checkpoint of {task}", log))
+            return named
+        if not until(kept, 5):
+            return False
+        place = self.fresh()
+        if not any(run("cryopod", verb, named[-1], "-o", "oci-archive:" + place, "-q")[0] == 0 for verb in ("bundle", "pack")):
+            raise Violation(f"the only copy cannot be packed: {os.listdir(named[-1])}: {read('/tmp/said')[-300:]}")
+        print(f"    packed the only copy: {named[-1]}")
+        shutil.rmtree(named[-1])
+        self.archive(c, "file", place, True, low)
+        return True
 
     def do_export_stop(self, c, fault, low):
         self.do_export(c, fault, low, c.engine != "podman")
