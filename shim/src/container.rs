@@ -33,6 +33,8 @@ pub struct KnownContainer {
     pub restoring: Option<Restoring>,
     /// The engine has given it up before it ran.
     pub given_up: bool,
+    /// It ended, and its engine may not have learnt of it.
+    pub ended_unseen: bool,
     /// Calls that wait for its end.
     pub waiting: Vec<Box<dyn HeldCall>>,
 }

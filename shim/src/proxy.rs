@@ -36,6 +36,8 @@ use crate::{Error, restore, stock, ttrpc::rpc};
 pub const LISTENER: RawFd = 3;
 /// Set if this program is installed in place of the stock shim.
 pub const IN_PLACE: &str = "CRYOPOD_SHIM_IN_PLACE";
+/// How long the stock shim tries to tell an exit (five tries, 1 to 5 s apart), and a while.
+const EXIT_TOLD: Duration = Duration::from_secs(20);
 /// Time for the last responses of an exiting stock shim to reach containerd, should the machine be busy.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
@@ -235,7 +237,9 @@ impl ProxyLink {
                 (Some(watched), Ok(response)) => {
                     let (link, unchanged) = (Arc::clone(self), frame.clone());
                     let spawned = spawn("failed call", move || {
+                        let id = watched.id().to_owned();
                         let _ = link.finish(&frame, watched, response);
+                        link.tasks.tell_end(&id, EXIT_TOLD);
                     });
                     // Without a connection containerd would delete all containers.
                     if spawned.is_err() {

@@ -85,6 +85,11 @@ impl Watched {
         matches!(self.call, TaskCall::Pids)
     }
 
+    /// The container's id.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
     /// Returns the checkpoint that this call asks for, if containerd packs its images. Those in a directory that the user
     /// names (`ctr tasks checkpoint --image-path`) stay there.
     pub fn checkpoint(&self) -> Option<PackedCheckpoint> {
@@ -294,17 +299,33 @@ impl Tasks {
         if runs {
             return;
         }
-        // containerd does not know this container. A shim without other containers exits; containerd notices when it is
-        // back.
+        // containerd does not know this container.
+        self.delete(&watched.id);
+    }
+
+    /// Deletes a task. A shim without other containers exits; containerd notices, now or when it is back.
+    fn delete(&self, id: &str) {
         let mut gone = DeleteRequest::new();
-        gone.id.clone_from(&watched.id);
+        gone.id = id.into();
         let deleted = rpc::task_call(&self.upstream, &self.namespace, "Delete", &gone, STATE);
         if deleted.is_ok_and(|answer| rpc::succeeded(&answer)) {
-            self.forget(&watched.id);
+            self.forget(id);
         }
         let mut end = ShutdownRequest::new();
-        end.id.clone_from(&watched.id);
+        end.id = id.into();
         let _ = rpc::task_call(&self.upstream, &self.namespace, "Shutdown", &end, STATE);
+    }
+
+    /// Deletes a task whose end containerd has not seen, unless its engine does so meanwhile: the stock shim has told the
+    /// exit in vain then. containerd tells it when the shim is gone.
+    pub fn tell_end(&self, id: &str, patience: Duration) {
+        let unseen = || self.lock().get(id).is_some_and(|c| c.ended_unseen);
+        if unseen() {
+            thread::sleep(patience);
+            if unseen() && self.state(id).is_some() {
+                self.delete(id);
+            }
+        }
     }
 
     fn state(&self, id: &str) -> Option<StateResponse> {
@@ -422,11 +443,13 @@ impl Tasks {
     }
 
     /// Answers Pids of a container that has ended: containerd, when it is back, deletes a task without a pid, with the exit
-    /// that it has not learnt of. To docker it would run, or be paused, for ever.
+    /// that it has not learnt of. To docker it would run, or be paused, for ever. Now the stock shim tells the exit, or
+    /// [`Self::tell_end`].
     fn pids_of_stopped(&self, id: &str) -> Option<Response> {
         let state = self
             .state(id)
             .filter(|s| s.pid != 0 && !(is_started(s) && has_process(s)))?;
+        self.lock().get_mut(id)?.ended_unseen = true;
         Some(responses::process(state.pid))
     }
 
@@ -510,6 +533,7 @@ impl Tasks {
             mounted,
             restoring,
             given_up: false,
+            ended_unseen: false,
             waiting: Vec::new(),
         };
         self.lock().insert(create.id.clone(), container);

@@ -278,19 +278,27 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     let mut child = Command::new("true").spawn().unwrap();
     let (ended, lives) = (child.id(), std::process::id());
     child.wait().unwrap();
-    thread::spawn(move || {
-        for pid in [ended, lives, ended] {
+    let calls = thread::spawn(move || {
+        let mut pids = [ended, lives, ended, ended].into_iter();
+        let mut others = Vec::new();
+        while others.last().is_none_or(|last| last != "Shutdown") {
             let (mut client, _) = stock.accept().unwrap();
             let mut frame = Frame::read(&mut client).unwrap().unwrap();
-            let mut state = StateResponse::new();
-            state.status = containerd_shim::api::Status::PAUSED.into();
-            state.pid = pid;
+            let method = Request::parse_from_bytes(&frame.body).unwrap().method;
             let mut response = done();
-            response.payload = state.write_to_bytes().unwrap();
+            if method == "State" {
+                let mut state = StateResponse::new();
+                state.status = containerd_shim::api::Status::PAUSED.into();
+                state.pid = pids.next().unwrap();
+                response.payload = state.write_to_bytes().unwrap();
+            } else {
+                others.push(method);
+            }
             frame.header.type_ = MESSAGE_TYPE_RESPONSE;
             frame.body = response.write_to_bytes().unwrap();
             frame.write(&mut client).unwrap();
         }
+        others
     });
     let (mut tasks, _) = created(dir.path());
     tasks.upstream = Address(path.to_str().unwrap().to_owned());
@@ -309,6 +317,10 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     let named = responses::process(7);
     let same = tasks.response(tasks.request(&request).1.unwrap(), named.clone());
     assert_eq!(same, named);
+    tasks.tell_end("c1", Duration::ZERO);
+    assert!(tasks.lock().is_empty());
+    assert_eq!(calls.join().unwrap(), ["Delete", "Shutdown"]);
+    tasks.tell_end("c1", Duration::ZERO);
     drop(tasks);
     let (tasks, _) = created(dir.path());
     let watched = tasks.request(&request).1.unwrap();

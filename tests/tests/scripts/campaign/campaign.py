@@ -179,7 +179,7 @@ def ended_unseen(c):
     task = run("docker", "inspect", "-f", "{{.Id}}", c.name)[1].strip()
     alive = any(line.startswith(task) and ("RUNNING" in line or "PAUSED" in line)
                 for line in run("ctr", "-n", "moby", "tasks", "ls")[1].splitlines())
-    if not alive and not until(lambda: c.status() == "gone", 20):
+    if not alive and not until(lambda: c.status() == "gone", 40):
         print(f"    dockerd does not know that {c.name} has ended")
         daemons["dockerd"].terminate()
         daemons["dockerd"].wait(60)

@@ -188,6 +188,17 @@ check 'GPU: and the sum goes on' goes_on g12
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 docker rm -f g1 g12 > /dev/null
 
+# containerd that is started again deletes a task without processes, with the exit that it has not told.
+plain e1 cryopod none
+pid=$(docker inspect -f '{{.State.Pid}}' e1)
+containerd_down -KILL
+kill -KILL "$pid"
+containerd_up
+check 'an end without containerd: docker learns of it' wait_for running e1 false
+docker start e1 > /dev/null
+check 'an end without containerd: the container starts anew' wait_for running e1 true
+docker rm -f e1 > /dev/null
+
 check 'no shim is left' wait_for no_shims
 check 'no mount is left' wait_for sh -c '! grep -q runtime.v2.task /proc/mounts'
 check 'no unpacked checkpoint is left' wait_for sh -c '! ls -d /tmp/ctrd-checkpoint*'
