@@ -3,6 +3,7 @@
 train.py STEPS [LAYERS [WIDTH WORDS]]: prints STEP LOSS_IN_HEX ok SECONDS for each step. Needs CUBLAS_WORKSPACE_CONFIG=:4096:8.
 """
 
+import os
 import sys
 import time
 
@@ -12,6 +13,10 @@ steps = int(sys.argv[1])
 layers = int(sys.argv[2]) if len(sys.argv) > 2 else 6
 width, words = map(int, sys.argv[3:5] or (2048, 32000))
 batch, length = 4, 512
+
+# As a launcher would near a GPU: CRIU keeps no affinity.
+cpus = set(sorted(os.sched_getaffinity(0))[:-1]) or os.sched_getaffinity(0)
+os.sched_setaffinity(0, cpus)
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)
@@ -28,6 +33,8 @@ parameters = sum(p.numel() for p in model.parameters())
 print(f"# torch {torch.__version__}, {parameters} parameters", flush=True)
 
 for step in range(steps):
+    if os.sched_getaffinity(0) != cpus:
+        sys.exit(f"may run on {os.sched_getaffinity(0)} and not on {cpus}")
     x = torch.randint(0, words, (batch, length), device="cuda", generator=source)
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
     optimizer.zero_grad()
