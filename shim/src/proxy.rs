@@ -4,7 +4,7 @@
 //! Only requests are decoded, and the responses that [`crate::task`] asks for. One more, silent connection to the stock
 //! shim shows when that shim exits; then this process exits too.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{FromRawFd, RawFd};
@@ -164,6 +164,7 @@ impl ProxyServer {
             stock: Mutex::new(stock.try_clone()?),
             watched: Mutex::default(),
             checkpoints: Mutex::default(),
+            taken: Mutex::default(),
         });
         let mut answers = stock.try_clone()?;
         let back = Arc::clone(&link);
@@ -208,6 +209,8 @@ struct ProxyLink {
     watched: Mutex<HashMap<u32, Watched>>,
     /// Those whose images containerd has not removed yet.
     checkpoints: Mutex<Vec<PackedCheckpoint>>,
+    /// The containers that containerd has by this connection.
+    taken: Mutex<HashSet<String>>,
 }
 
 fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -228,16 +231,14 @@ impl ProxyLink {
             };
             let response = Response::parse_from_bytes(&frame.body);
             match (watched, response) {
-                (Some(watched), Ok(response))
-                    if rpc::succeeded(&response) && !watched.may_ask() =>
-                {
+                (Some(watched), Ok(response)) if rpc::succeeded(&response) && !watched.loads => {
                     self.finish(&frame, watched, response)?;
                 }
                 // What helps a failed call takes time, which the answers of the pod's other containers do not wait for.
                 (Some(watched), Ok(response)) => {
                     let (link, unchanged) = (Arc::clone(self), frame.clone());
                     let spawned = spawn("failed call", move || {
-                        let id = watched.id().to_owned();
+                        let id = watched.id.clone();
                         let _ = link.finish(&frame, watched, response);
                         link.tasks.tell_end(&id, EXIT_TOLD);
                     });
@@ -283,7 +284,8 @@ impl ProxyLink {
                     // The stock shim judges this.
                     Err(_) => (Fate::Pass, None),
                 };
-                if let Some(watched) = watched {
+                if let Some(mut watched) = watched {
+                    watched.note(&mut lock(&self.taken));
                     if let Some(checkpoint) = watched.checkpoint() {
                         let mut all = lock(&self.checkpoints);
                         all.retain(|c| c.images.exists());
@@ -618,6 +620,7 @@ mod tests {
             stock: Mutex::new(UnixStream::pair().unwrap().0),
             watched: Mutex::new(HashMap::from([(1, watched)])),
             checkpoints: Mutex::default(),
+            taken: Mutex::default(),
         });
         let pump = thread::spawn(move || link.pump_answers(&mut answers));
         for (stream, code) in [(1, Code::UNKNOWN), (3, Code::OK)] {

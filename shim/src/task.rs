@@ -1,6 +1,6 @@
 //! Changes calls of the task service.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -73,21 +73,21 @@ pub enum Fate {
 #[derive(Debug)]
 pub struct Watched {
     call: TaskCall,
-    id: String,
+    pub id: String,
     /// The length of the runtime's log before the call.
     log_bytes: u64,
     _readers: Vec<File>,
+    /// containerd, started again, decides whether the task stays: it asks first on a connection that did not create it.
+    pub loads: bool,
 }
 
 impl Watched {
-    /// Returns true if its response may ask the stock shim, also after a success: that takes time.
-    pub fn may_ask(&self) -> bool {
-        matches!(self.call, TaskCall::Pids)
-    }
-
-    /// The container's id.
-    pub fn id(&self) -> &str {
-        &self.id
+    /// Notes which containers containerd has by a connection, and [`Self::loads`].
+    pub fn note(&mut self, taken: &mut HashSet<String>) {
+        if matches!(self.call, TaskCall::Create | TaskCall::Pids) {
+            let is_new = taken.insert(self.id.clone());
+            self.loads = is_new && matches!(self.call, TaskCall::Pids);
+        }
     }
 
     /// Returns the checkpoint that this call asks for, if containerd packs its images. Those in a directory that the user
@@ -203,7 +203,9 @@ impl Tasks {
             (TaskCall::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
             }
-            (TaskCall::Pids, failed) if failed || !names_a_process(&response) => {
+            (TaskCall::Pids, failed)
+                if watched.loads && (failed || !names_a_process(&response)) =>
+            {
                 if let Some(answer) = self.pids_of_stopped(&watched.id) {
                     return answer;
                 }
@@ -443,8 +445,7 @@ impl Tasks {
     }
 
     /// Answers Pids of a container that has ended: containerd, when it is back, deletes a task without a pid, with the exit
-    /// that it has not learnt of. To docker it would run, or be paused, for ever. Now the stock shim tells the exit, or
-    /// [`Self::tell_end`].
+    /// that it has not learnt of. To docker it would run, or be paused, for ever.
     fn pids_of_stopped(&self, id: &str) -> Option<Response> {
         let state = self
             .state(id)
@@ -615,6 +616,7 @@ impl Tasks {
             id,
             log_bytes: log.metadata().map_or(0, |m| m.len()),
             _readers: readers,
+            loads: false,
         })
     }
 

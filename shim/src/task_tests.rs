@@ -306,25 +306,32 @@ fn a_container_that_ended_without_containerd_has_a_pid() {
     pids.id = "c1".into();
     let request = made("Pids", pids.write_to_bytes().unwrap());
     let failure = || rpc::failure(Code::UNKNOWN, "container does not exist");
-    let asked = || tasks.response(tasks.request(&request).1.unwrap(), failure());
+    let loading = |tasks: &Tasks, response| {
+        let mut watched = tasks.request(&request).1.unwrap();
+        watched.note(&mut HashSet::new());
+        tasks.response(watched, response)
+    };
+    let asked = || loading(&tasks, failure());
     let answer = PidsResponse::parse_from_bytes(&asked().payload).unwrap();
     assert_eq!(answer.processes.len(), 1);
     assert_eq!(answer.processes[0].pid, ended);
     assert_eq!(asked(), failure(), "another cause is told");
-    let none = tasks.response(tasks.request(&request).1.unwrap(), done());
+    let none = loading(&tasks, done());
     let answer = PidsResponse::parse_from_bytes(&none.payload).unwrap();
     assert_eq!(answer.processes[0].pid, ended, "runc names none");
     let named = responses::process(7);
-    let same = tasks.response(tasks.request(&request).1.unwrap(), named.clone());
-    assert_eq!(same, named);
+    assert_eq!(loading(&tasks, named.clone()), named);
+    // `ctr tasks ps`: its user has the task.
+    let mut user = tasks.request(&request).1.unwrap();
+    user.note(&mut HashSet::from(["c1".to_owned()]));
+    assert_eq!(tasks.response(user, failure()), failure());
     tasks.tell_end("c1", Duration::ZERO);
     assert!(tasks.lock().is_empty());
     assert_eq!(calls.join().unwrap(), ["Delete", "Shutdown"]);
     tasks.tell_end("c1", Duration::ZERO);
     drop(tasks);
     let (tasks, _) = created(dir.path());
-    let watched = tasks.request(&request).1.unwrap();
-    assert_eq!(tasks.response(watched, failure()), failure(), "no answer");
+    assert_eq!(loading(&tasks, failure()), failure(), "no answer");
 }
 
 /// What a container that is gone has left may take long to remove.
