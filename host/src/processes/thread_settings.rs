@@ -78,8 +78,8 @@ pub fn settings(host: &Host, init: i32, pids: &[i32]) -> Vec<ThreadGroup> {
         .collect()
 }
 
-/// Gives the threads of restored processes their settings, and all others those of a new process. Returns the lists of
-/// CPUs to which threads could not be pinned, with the reasons.
+/// Gives the threads of restored processes their settings, and all others those of a new process. Returns in words what
+/// threads could not be pinned, and why.
 pub fn set(host: &Host, init: i32, pids: &[i32], groups: &[ThreadGroup]) -> Vec<String> {
     let me = i32::try_from(std::process::id()).unwrap_or_default();
     let online = online(host);
@@ -114,10 +114,10 @@ pub fn set(host: &Host, init: i32, pids: &[i32], groups: &[ThreadGroup]) -> Vec<
             Errno::EINVAL => "the container has none of them".into(),
             e => e.to_string(),
         };
-        failed.push(format!(
-            "{}: {why}",
-            wanted.0.as_deref().unwrap_or("of all kinds")
-        ));
+        failed.push(match &wanted.0 {
+            Some(cpus) => format!("threads that ran on CPUs {cpus} only run on all: {why}"),
+            None => format!("threads run only where the engine may: {why}"),
+        });
         let _ = pin(&all.1);
     }
     failed.sort_unstable();
@@ -352,7 +352,13 @@ mod tests {
             assert!(slack.is_none_or(|slack| slack == "77000"));
             // The host does not have it: it runs everywhere, as a new process. A priority that needs a privilege is not given.
             let said = set(&host, own, &[own], &wanted("1023", 1 << CLASS_SHIFT));
-            assert_eq!(said, ["1023: the container has none of them"]);
+            let why = "the container has none of them";
+            assert_eq!(
+                said,
+                [format!(
+                    "threads that ran on CPUs 1023 only run on all: {why}"
+                )]
+            );
             assert!(contains(&parse(&cpus()), &parse(&before)));
             assert_eq!(io_priority(tid), Some(0));
         })

@@ -107,7 +107,7 @@ fn actions<'a>(
     actions.push(Action::at(RESTORED, |question| {
         let pids = mount_flags::processes(host, question.init);
         for failed in thread_settings::set(host, question.init, &pids, &prepared.threads) {
-            tracing::warn!("threads are not pinned to their CPUs, {failed}");
+            tracing::warn!("{failed}");
         }
         Ok(())
     }));
