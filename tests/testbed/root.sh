@@ -35,6 +35,10 @@ if [ "$suite" != "$base" ]; then
         --target-release "$suite" "${stack[@]}"
 fi
 
+if [ "$suite" = trixie ]; then # an S3 server, whose dependencies debootstrap does not find
+    DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -y --no-install-recommends python3-moto python3-flask-cors
+fi
+
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
     "$root"/usr/share/{doc,man,locale,info}/*
 

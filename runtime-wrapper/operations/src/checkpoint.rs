@@ -108,8 +108,8 @@ struct OwnCheckpoint<'a> {
     /// How long it waits for the container's lock.
     patience: Duration,
     /// Ends the container with this cgroup, when images and metadata are complete. No instruction of its processes may
-    /// run any more. `None`: it goes on.
-    end: Option<&'a mut dyn FnMut(Frozen)>,
+    /// run any more. An error: the container goes on. `None`: it goes on.
+    end: Option<&'a mut dyn FnMut(Frozen) -> Result<(), Error>>,
 }
 
 /// Checkpoints a container into a place.
@@ -182,19 +182,23 @@ fn with_metadata(
         let mut prepared = prepare::prepare(request, state, &planned)?;
         let mut dumped = dump::dump(&mut prepared, signals, started)?;
         tries -= 1;
+        let mut unsent = None;
         if let Some(frozen) = dumped.frozen.take()
             && let Some(end) = own.as_mut().and_then(|own| own.end.as_mut())
             && dumped.succeeded()
         {
             conclude::count(&prepared.metadata, &prepared.images.path);
             // Before the agent ends, which brings the GPU memory of living processes back.
-            end(frozen);
+            unsent = end(frozen).err();
         }
         if !dumped.succeeded() && !state.paused {
             frozen::thaw_left(&request.host, &request.spec, state.init);
         }
         let again = dumped.ended.not_frozen && tries > 0;
         let result = conclude::conclude(prepared, dumped, again);
+        if let Some(e) = unsent {
+            return Err(e);
+        }
         if !again || !alive(&request.host, state) {
             return result;
         }

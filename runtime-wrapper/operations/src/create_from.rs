@@ -222,9 +222,14 @@ fn restored(
     named: &CheckpointName<'_>,
 ) -> Result<ExitCode, Error> {
     ensure_possible(inv)?;
-    let CheckpointName { checkpoint, by } = named;
+    let CheckpointName {
+        checkpoint,
+        by,
+        is_in_place,
+    } = named;
     let wish = SourceRequest {
         checkpoint,
+        is_in_place: *is_in_place,
         by_variable: *by == VARIABLE,
         tenant: &Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec),
     };
@@ -274,6 +279,8 @@ pub struct CheckpointName<'a> {
     checkpoint: &'a str,
     /// [`ANNOTATION`], [`FOR_ONE`] or [`VARIABLE`].
     by: &'static str,
+    /// It was found in a place that the container may use.
+    is_in_place: bool,
 }
 
 /// Returns the checkpoint that the container names. An annotation takes precedence, and of a pod's annotations that for
@@ -285,7 +292,11 @@ fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
         Some(annotation) => annotation,
         None => (spec.variable(VARIABLE)?, VARIABLE),
     };
-    (!checkpoint.is_empty()).then_some(CheckpointName { checkpoint, by })
+    (!checkpoint.is_empty()).then_some(CheckpointName {
+        checkpoint,
+        by,
+        is_in_place: false,
+    })
 }
 
 /// The pod's annotation with the name of this container.

@@ -147,26 +147,55 @@ impl PlacedRequest<'_> {
     /// The place cannot be used, or another container has the name now.
     fn begin(&self, me: &LeaseHolder) -> Result<(Place, PartialCheckpoint), Error> {
         let place = self.place.open(&self.name).map_err(Error::Failed)?;
-        let mine = match self.many {
-            true => Ok(None),
-            false => place
-                .renew(me)
-                .and_then(|()| place.taken_over(me, self.had_lease)),
-        };
-        if let Some(other) = mine.map_err(Error::io(self.place.place))? {
-            return Err(Error::Failed(format!(
-                "{other} has taken the lease of {} over: this container must not write its next checkpoint",
-                self.name
-            )));
+        if !self.many {
+            place.renew(me).map_err(Error::io(self.place.place))?;
         }
+        self.check_lease(&place, me)?;
         let partial = place.begin().map_err(Error::Failed)?;
         Ok((place, partial))
+    }
+
+    /// Checks that no other container has the name now.
+    fn check_lease(&self, place: &Place, me: &LeaseHolder) -> Result<(), Error> {
+        if self.many {
+            return Ok(());
+        }
+        let other = place.taken_over(me, self.had_lease);
+        match other.map_err(Error::io(self.place.place))? {
+            None => Ok(()),
+            Some(other) => Err(Error::Failed(format!(
+                "{other} has taken the lease of {} over: this container must not write its next checkpoint",
+                self.name
+            ))),
+        }
+    }
+
+    /// Sends a checkpoint whose files are all there to the place, if that is in object storage.
+    ///
+    /// # Errors
+    /// It is not in the place: the container goes on.
+    fn send(
+        &self,
+        place: &Place,
+        partial: &PartialCheckpoint,
+        me: &LeaseHolder,
+        signals: &Signals,
+    ) -> Result<(), Error> {
+        place
+            .send(partial, &|| signals.interrupted())
+            .map_err(Error::io(self.place.place))
+            // The other may have written it meanwhile.
+            .and_then(|()| self.check_lease(place, me))
+            .and_then(|()| place.publish(partial).map_err(Error::io(self.place.place)))
     }
 
     /// Lists what a complete checkpoint has, and removes those that it supersedes.
     fn completed(&self, ctx: &Context, place: &Place, checkpoint: &Path) {
         if let Err(e) = integrity::list(&ctx.config, checkpoint) {
             tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
+        }
+        if let Err(e) = place.completed_there(checkpoint, self.keep) {
+            tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
         }
         if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep)) {
             tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
@@ -421,16 +450,21 @@ fn save_in_time(
     *partial = Some(begun);
     let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, &images)?;
     let mut named = images;
+    let mut is_unsent = false;
     let mut end = |mut frozen: Frozen| {
+        if let Some(partial) = &*partial {
+            let sent = asked.send(&place, partial, &me, signals);
+            sent.inspect_err(|_| is_unsent = true)?;
+        }
         // From here on the checkpoint is the container's end, also if this process is killed in the middle of it.
         frozen.forget_note();
         if let Some(partial) = partial.take() {
+            tracing::info!("{}: checkpointed into {}", inv.id, partial.shown());
             // None of its instructions will run, so the next may begin, which looks for the name.
             let given_back = partial.complete().and_then(|complete| {
                 named = complete;
                 place.give_back(&me)
             });
-            tracing::info!("{}: checkpointed into {}", inv.id, named.display());
             if let Err(e) = given_back {
                 tracing::warn!("{}: the lease is not given back: {e}", inv.id);
             }
@@ -438,14 +472,22 @@ fn save_in_time(
         if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
         }
+        Ok(())
     };
     let own = super::OwnCheckpoint {
         signals,
         patience: asked.limit.saturating_sub(since.elapsed()),
         end: Some(&mut end),
     };
-    super::into_place(&stopping, &inv_of_checkpoint, state, own)?;
-    Ok((place, named))
+    let made = super::into_place(&stopping, &inv_of_checkpoint, state, own);
+    // Of one that was killed meanwhile nothing else is left.
+    if let Some(partial) = partial
+        .as_ref()
+        .filter(|_| is_unsent && live::is_alive(&Host::system(), state.init))
+    {
+        partial.discard();
+    }
+    made.map(|()| (place, named))
 }
 
 fn config_of_stop(config: &Config, limit: Duration) -> Config {

@@ -9,6 +9,7 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::config::tenant::Tenant;
+use crate::images::place::storage;
 
 /// What an image in a registry is named with.
 pub const REGISTRY: &str = "docker://";
@@ -68,7 +69,8 @@ impl Asker<'_> {
 /// Checkpoints, and whose containers may be created from them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rule {
-    /// A directory with checkpoints, or a registry or repository as `docker://REGISTRY[/REPOSITORY]`.
+    /// A directory with checkpoints, a place as `s3://BUCKET[/PREFIX]`, or a registry or repository as
+    /// `docker://REGISTRY[/REPOSITORY]`.
     pub from: String,
     /// `None`: root's own engines.
     pub who: Option<Who>,
@@ -104,9 +106,21 @@ impl Rule {
         }
     }
 
-    /// The rule's directory; `None` for a registry.
+    /// The rule's directory; `None` for a registry or object storage.
     pub fn directory(&self) -> Option<&Path> {
-        (!self.from.starts_with(REGISTRY)).then(|| Path::new(&self.from))
+        let is_elsewhere = self.from.starts_with(REGISTRY) || self.is_object_storage();
+        (!is_elsewhere).then(|| Path::new(&self.from))
+    }
+
+    fn is_object_storage(&self) -> bool {
+        self.from.starts_with(storage::SCHEME)
+    }
+
+    /// Returns true if the rule has this place in object storage: its bucket, or what its name begins with up to a `/`.
+    pub fn has_object(&self, place: &str) -> bool {
+        let from = self.from.trim_end_matches('/');
+        let rest = place.trim_end_matches('/').strip_prefix(from);
+        self.is_object_storage() && rest.is_some_and(|r| r.is_empty() || r.starts_with('/'))
     }
 
     /// Checks what the types do not say.
@@ -120,13 +134,16 @@ impl Rule {
                 self.from
             ));
         }
+        if self.is_object_storage() {
+            storage::check(&self.from)?;
+        }
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
                 "{} is no absolute path, and no {REGISTRY}REGISTRY",
                 self.from
             ));
         }
-        if self.directory().is_some() && !self.keys.is_empty() {
+        if !self.from.starts_with(REGISTRY) && !self.keys.is_empty() {
             return Err(format!(
                 "{}: `keys` are those of a {REGISTRY}REGISTRY",
                 self.from
@@ -147,10 +164,15 @@ impl RestoreOptions {
         self.allow.iter().try_for_each(Rule::check)
     }
 
-    /// Checks rules for places, which are directories.
+    /// Checks rules for places.
     pub fn check_places(&self) -> Result<(), String> {
-        match self.allow.iter().find(|rule| rule.directory().is_none()) {
-            Some(rule) => Err(format!("{} is no directory", rule.from)),
+        let mut rules = self.allow.iter();
+        match rules.find(|rule| rule.from.starts_with(REGISTRY)) {
+            Some(rule) => Err(format!(
+                "{} is no directory, and no {}BUCKET",
+                rule.from,
+                storage::SCHEME
+            )),
             None => self.check(),
         }
     }

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode};
 use std::sync::mpsc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{CheckpointName, VARIABLE};
 use crate::config::Config;
@@ -124,29 +124,40 @@ impl Newest {
         restore: impl Fn(&CheckpointName<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut damaged = Vec::new();
+        let not_started = |why| Error::not_started(format!("{by}: {why}"));
         for path in &self.checkpoints {
-            let not_started = |why| Error::not_started(format!("{by}: {why}"));
-            // Copies that run write newer ones, which supersede it.
-            let Ok(held) = prune::hold(path) else {
-                continue;
-            };
-            if !path.exists() {
-                continue;
-            }
-            let damage = match integrity::damage(config, path).map_err(not_started)? {
-                Some(damage) => damage,
-                None => {
-                    let checkpoint = path.to_str().unwrap_or_default();
-                    let restored = restore(&CheckpointName { checkpoint, by });
-                    let Err(e) = restored else { return restored };
-                    // The restore itself reads the GPU memory, and may have found what is wrong.
-                    match integrity::damage_of_vram(config, path) {
-                        Some(damage) => damage,
-                        None => return Err(e),
+            let mut fetched = self.fetch(config, path).map_err(not_started)?;
+            let damage = loop {
+                // Copies that run write newer ones, which supersede it.
+                let held = fetched.and_then(|_| prune::hold(path).ok());
+                let Some(held) = held.filter(|_| path.exists()) else {
+                    break None;
+                };
+                let damage = match integrity::damage(config, path).map_err(not_started)? {
+                    Some(damage) => damage,
+                    None => {
+                        let named = CheckpointName {
+                            checkpoint: path.to_str().unwrap_or_default(),
+                            by,
+                            is_in_place: true,
+                        };
+                        let restored = restore(&named);
+                        let Err(e) = restored else { return restored };
+                        // The restore itself reads the GPU memory, and may have found what is wrong.
+                        match integrity::damage_of_vram(config, path) {
+                            Some(damage) => damage,
+                            None => return Err(e),
+                        }
                     }
+                };
+                drop(held);
+                // Perhaps only this host's copy is.
+                if fetched == Some(true) || !self.place.discard_copy(path) {
+                    break Some(damage);
                 }
+                fetched = self.fetch(config, path).map_err(not_started)?;
             };
-            drop(held);
+            let Some(damage) = damage else { continue };
             let aside = self.place.set_aside(path);
             tracing::warn!(
                 "{}: a checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
@@ -161,6 +172,13 @@ impl Newest {
             none += &format!(" that is not damaged ({})", damaged.join(", "));
         }
         Err(Error::not_started(none))
+    }
+
+    /// Brings a checkpoint of object storage to this host: true if it was not here. `None`: newer ones supersede it.
+    fn fetch(&self, config: &Config, checkpoint: &Path) -> Result<Option<bool>, String> {
+        // How much it is the storage alone knows.
+        let until = Instant::now() + config.limits.restore(0);
+        self.place.fetch(checkpoint, &|| Instant::now() > until)
     }
 
     /// Gives the lease back: there is no container, or no longer.

@@ -49,6 +49,8 @@ pub struct SourceRequest<'a> {
     pub checkpoint: &'a str,
     /// By a variable of the container's process, which may be the image's.
     pub by_variable: bool,
+    /// It is a directory of a place that the container may use.
+    pub is_in_place: bool,
     pub tenant: &'a Tenant,
 }
 
@@ -114,7 +116,10 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
         .rules(&config.restore)
         .filter_map(Rule::directory)
         .collect();
-    let real = allowed(place.path(), &allow, || wish.not_allowed("directory"))?;
+    let real = match wish.is_in_place {
+        true => place.path().canonicalize().map_err(|e| e.to_string())?,
+        false => allowed(place.path(), &allow, || wish.not_allowed("directory"))?,
+    };
     // Whoever can write there could exchange the images while they are read.
     owners::check(&real)?;
     if real.join(names::CRIU_INVENTORY).is_file() {
@@ -225,6 +230,7 @@ mod tests {
             let wish = SourceRequest {
                 checkpoint,
                 by_variable: false,
+                is_in_place: false,
                 tenant: &Tenant::Root,
             };
             find(&config, wish)
@@ -284,6 +290,7 @@ mod tests {
             let wish = SourceRequest {
                 checkpoint: named,
                 by_variable: false,
+                is_in_place: false,
                 tenant: &Tenant::Root,
             };
             let said = find(&config(vec![rule]), wish).unwrap_err();
@@ -313,6 +320,7 @@ mod tests {
             let wish = SourceRequest {
                 checkpoint: named,
                 by_variable: false,
+                is_in_place: false,
                 tenant: &Tenant::Root,
             };
             assert!(
@@ -347,6 +355,7 @@ mod tests {
             let tenant = &Tenant::Pod(Some("a".into()));
             let wish = SourceRequest {
                 checkpoint,
+                is_in_place: false,
                 by_variable,
                 tenant,
             };

@@ -1,4 +1,4 @@
-//! Keeps checkpoints of containers in a directory that hosts may share.
+//! Keeps checkpoints of containers in a directory that hosts may share, or in object storage ([`remote`]).
 //!
 //! A container's checkpoints are `PLACE/NAME/NUMBER`; the highest number is the newest. One that is being written is
 //! `.partial-NUMBER`, and gets its name when it is complete; one that is found damaged is `.damaged-NUMBER`. NAME is the container's own choice ([`name`]), as the next
@@ -7,7 +7,9 @@
 pub mod integrity;
 pub mod lease;
 pub mod prune;
+pub mod remote;
 pub mod renewal;
+pub mod storage;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
@@ -25,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::restore::{Asker, RestoreOptions, Rule};
 use crate::images::owners;
+use remote::RemotePlace;
 
 /// Stands before a place where a container names its checkpoint, for the newest of the container's name.
 pub const NEWEST: &str = "latest:";
@@ -108,17 +111,29 @@ pub fn name(spec: &Spec, id: &str) -> Result<String, String> {
     };
     let name = chosen.or_else(|| POD.into_iter().find_map(of_pod));
     let name = name.unwrap_or_else(|| id.to_owned());
-    let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
-    let first = name
-        .bytes()
-        .next()
-        .is_some_and(|b| b.is_ascii_alphanumeric());
-    match first && name.len() <= MAX_NAME && name.bytes().all(plain) {
+    match is_name(&name) {
         true => Ok(name),
         false => Err(format!(
             "{NAME}: {name:?} is not a name of letters, digits, `.`, `_` and `-`"
         )),
     }
+}
+
+/// Returns true if containers can have this name in a place: one component of a path.
+fn is_name(name: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    let first = name.bytes().next();
+    first.is_some_and(|b| b.is_ascii_alphanumeric())
+        && name.len() <= MAX_NAME
+        && name.bytes().all(plain)
+}
+
+/// Returns how many letters two names begin with, if that is more than half of the first: `web-1` is a replica of `web-2`,
+/// and not of `worker`.
+pub fn common_beginning(name: &str, other: &str) -> Option<usize> {
+    let pairs = name.bytes().zip(other.bytes());
+    let common = pairs.take_while(|(a, b)| a == b).count();
+    (common * 2 > name.len()).then_some(common)
 }
 
 /// Returns the path without symbolic links, if it is below one of the directories.
@@ -172,6 +187,9 @@ pub struct PlaceRequest<'a> {
 impl PlaceRequest<'_> {
     /// Checks what can be checked without touching the place, which may hang.
     pub fn check(&self) -> Result<(), String> {
+        if self.is_remote() {
+            return self.check_remote();
+        }
         let refused = || self.asker.not_allowed("directory", self.key);
         may_be_allowed(Path::new(self.place), &self.directories(), refused)
             .map_err(|why| format!("{}: {why}", self.place))
@@ -179,12 +197,45 @@ impl PlaceRequest<'_> {
 
     /// Opens a container's part of the place.
     pub fn open(&self, name: &str) -> Result<Place, String> {
+        if self.is_remote() {
+            return self.open_remote(name);
+        }
         let refused = || self.asker.not_allowed("directory", self.key);
         let root = allowed(Path::new(self.place), &self.directories(), refused)
             .and_then(|root| owners::check_place(&root).map(|()| root))
             .map_err(|why| format!("{}: {why}", self.place))?;
         Ok(Place {
             directory: root.join(name),
+            remote: None,
+        })
+    }
+
+    fn is_remote(&self) -> bool {
+        self.place.starts_with(storage::SCHEME)
+    }
+
+    fn check_remote(&self) -> Result<(), String> {
+        storage::check(self.place)?;
+        let mut rules = self.asker.rules(self.options);
+        match rules.any(|rule| rule.has_object(self.place)) {
+            true => Ok(()),
+            false => {
+                let why = self.asker.not_allowed("bucket", self.key);
+                Err(format!("{}: {why}", self.place))
+            }
+        }
+    }
+
+    fn open_remote(&self, name: &str) -> Result<Place, String> {
+        self.check_remote()?;
+        let remote = RemotePlace::new(self.place);
+        let root = remote
+            .directory()
+            .map_err(|e| format!("{}: {e}", self.place))?;
+        owners::check_place(&root)?;
+        Ok(Place {
+            directory: root.join(name),
+            remote: Some(remote),
         })
     }
 
@@ -197,7 +248,10 @@ impl PlaceRequest<'_> {
 /// A container's checkpoints in a place.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Place {
+    /// Where the files are, also of a place in object storage.
     directory: PathBuf,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    remote: Option<RemotePlace>,
 }
 
 impl Place {
@@ -254,9 +308,9 @@ impl Place {
             for number in partial {
                 self.adopt(number);
             }
-            self.numbers("")
+            self.complete_numbers()
         });
-        let numbers = found.map_err(|e| format!("{}: {e}", self.directory.display()))?;
+        let numbers = found.map_err(|e| format!("{}: {e}", self.shown()))?;
         let newest_first = numbers.iter().rev().map(|number| self.complete(*number));
         Ok(newest_first.collect())
     }
@@ -270,10 +324,14 @@ impl Place {
             .join(format!("{DAMAGED}{}", name.to_string_lossy()));
         let in_use = matches!(lock_file(&checkpoint.join(names::METADATA)), Ok(None));
         let stays = in_use || self.is_needed(checkpoint).unwrap_or(true);
-        match stays || fs::rename(checkpoint, &aside).is_err() {
-            true => checkpoint.to_owned(),
-            false => aside,
+        if stays || fs::rename(checkpoint, &aside).is_err() {
+            return checkpoint.to_owned();
         }
+        let number = name.to_str().and_then(|name| name.parse().ok());
+        if let Some(Err(e)) = number.map(|number| self.set_aside_there(number)) {
+            tracing::warn!("{}: {e}", self.shown());
+        }
+        aside
     }
 
     /// Gives a complete checkpoint its name whose writer was killed before it could.
@@ -294,7 +352,7 @@ impl Place {
     /// Makes the directory of a new checkpoint. Removes what killed writers left.
     pub fn begin(&self) -> Result<PartialCheckpoint, String> {
         let made = self.make().and_then(|()| self.begin_next());
-        made.map_err(|e| format!("{}: {e}", self.directory.display()))
+        made.map_err(|e| format!("{}: {e}", self.shown()))
     }
 
     fn begin_next(&self) -> io::Result<PartialCheckpoint> {
@@ -309,6 +367,7 @@ impl Place {
         let kept = self.numbers(prune::KEPT)?;
         let last = [&complete, &partial, &damaged, &kept].map(|numbers| numbers.last());
         let last = last.into_iter().flatten().max().copied().unwrap_or(0);
+        let last = last.max(self.last_there()?);
         for number in (last..).skip(1).take(TRIES as usize) {
             let path = self.partial(number);
             match DirBuilder::new().mode(0o700).create(&path) {
@@ -316,11 +375,18 @@ impl Place {
                 made => made?,
             }
             let lock = make_locked(&path.join(WRITER), lease::this_host().as_bytes())?;
+            if !self.claim(number, &path)? {
+                remove_all(&path)?;
+                continue;
+            }
+            self.fetch_tables();
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
                 lock,
                 is_complete: false,
+                number,
+                place: self.clone(),
             });
         }
         Err(io::Error::other("others take each next number"))
@@ -406,12 +472,26 @@ pub struct PartialCheckpoint {
     /// Open as long as it is written: NFS keeps a file that is open, and with it the directory.
     lock: Option<File>,
     is_complete: bool,
+    number: u64,
+    place: Place,
 }
 
 impl PartialCheckpoint {
+    /// Has it removed: its container goes on.
+    pub fn discard(&self) {
+        if let Err(e) = fs::remove_file(self.path.join(names::METADATA)) {
+            tracing::warn!("{}: {e}", self.path.display());
+        }
+    }
+
     /// Returns the image directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns where the checkpoint is when it is complete, for messages.
+    pub fn shown(&self) -> String {
+        format!("{}/{:06}", self.place.shown(), self.number)
     }
 
     /// Gives the checkpoint its name.
@@ -457,6 +537,7 @@ impl Drop for PartialCheckpoint {
             let _ = self.name();
             return;
         }
+        self.place.unclaim(self.number);
         drop(self.lock.take());
         if let Err(e) = remove_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());

@@ -177,10 +177,8 @@ fn newest_in_place(place: &Path, name: &str) -> Vec<PathBuf> {
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .filter_map(|entry| {
             let other = entry.file_name();
-            let pairs = name.bytes().zip(other.as_encoded_bytes().iter().copied());
-            let common = pairs.take_while(|(a, b)| a == b).count();
-            // `web-1` is a replica of `web-2`, and not of `worker`.
-            (common * 2 > name.len()).then(|| (common, entry.path()))
+            let common = place::common_beginning(name, other.to_str()?)?;
+            Some((common, entry.path()))
         })
         .flat_map(|(common, directory)| {
             let complete = complete_in(&directory).into_iter();

@@ -402,8 +402,11 @@ fn checkpoint(
         end: None,
     };
     into_place(&own_ctx, &own_inv, state, own)?;
+    let sent = asked.send(&place, &partial, &me, signals);
+    sent.inspect_err(|_| partial.discard())?;
+    let shown = partial.shown();
     let named = partial.complete().map_err(Error::io("the place"))?;
-    tracing::info!("{}: checkpointed into {}", inv.id, named.display());
+    tracing::info!("{}: checkpointed into {shown}", inv.id);
     Ok((place, named))
 }
 

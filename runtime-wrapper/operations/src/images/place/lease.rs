@@ -15,7 +15,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_host::files::read_bounded;
+use cryopod_host::files::{if_there, read_bounded};
 use cryopod_host::spec::Spec;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -161,18 +161,74 @@ impl NameLease {
 }
 
 impl Place {
+    /// Returns the lease's file; in object storage its lock between processes of this host.
     fn lease(&self, number: u64) -> PathBuf {
         self.directory.join(format!("{FILE}{number}"))
+    }
+
+    fn leases(&self) -> io::Result<Vec<u64>> {
+        match self.objects()? {
+            None => self.numbers(FILE),
+            Some(objects) => objects.numbers(FILE),
+        }
+    }
+
+    fn read_lease(&self, number: u64) -> io::Result<Vec<u8>> {
+        match self.objects()? {
+            None => read_bounded(&self.lease(number), MAX_BYTES),
+            Some(objects) => objects.read_lease(&format!("{FILE}{number}"), MAX_BYTES),
+        }
+    }
+
+    fn age_of_lease(&self, number: u64) -> io::Result<Duration> {
+        match self.objects()? {
+            None => self.age(&self.lease(number)),
+            Some(objects) => objects.age_of_lease(&format!("{FILE}{number}")),
+        }
+    }
+
+    /// Returns true if a process of this host makes the lease right now, as far as locks tell.
+    fn is_being_made(&self, number: u64) -> io::Result<bool> {
+        match lock_file(&self.lease(number)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && self.remote.is_some() => Ok(false),
+            lock => lock.map(|lock| lock.is_none()),
+        }
+    }
+
+    fn make_lease_file(&self, number: u64, text: &[u8]) -> io::Result<Option<File>> {
+        let path = self.lease(number);
+        if let Some(objects) = self.objects()? {
+            // Of a bucket that was emptied.
+            if_there(fs::remove_file(&path))?;
+            let Some(lock) = make_locked(&path, b"")? else {
+                return Ok(None);
+            };
+            let made = objects.make_lease(&format!("{FILE}{number}"), text)?;
+            return Ok(made.then_some(lock));
+        }
+        make_locked(&path, text)
+    }
+
+    fn remove_lease(&self, number: u64) {
+        if let Ok(Some(objects)) = self.objects() {
+            objects.remove_lease(&format!("{FILE}{number}"));
+        }
+        let _ = fs::remove_file(self.lease(number));
+    }
+
+    /// Returns the lease's name for messages.
+    fn shown_lease(&self, number: u64) -> String {
+        format!("{}/{FILE}{number}", self.shown())
     }
 
     /// Returns the lease that counts, with its holder if that can be read.
     fn held(&self) -> io::Result<Option<(u64, Option<LeaseHolder>)>> {
         let mut tries = TRIES;
         loop {
-            let Some(number) = self.numbers(FILE)?.pop() else {
+            let Some(number) = self.leases()?.pop() else {
                 return Ok(None);
             };
-            match read_bounded(&self.lease(number), MAX_BYTES) {
+            match self.read_lease(number) {
                 Ok(text) => return Ok(Some((number, serde_json::from_slice(&text).ok()))),
                 // Whoever has made the next one has removed it.
                 Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
@@ -195,7 +251,7 @@ impl Place {
         limit: Duration,
         longest: Duration,
     ) -> Result<NameLease, String> {
-        let at = |e: io::Error| format!("{}: {e}", self.directory.display());
+        let at = |e: io::Error| format!("{}: {e}", self.shown());
         self.make().map_err(at)?;
         let me = &LeaseHolder {
             limit_s: limit.as_secs(),
@@ -225,7 +281,7 @@ impl Place {
                 return Ok(lease);
             }
         }
-        Err(format!("{}: others take it", self.directory.display()))
+        Err(format!("{}: others take it", self.shown()))
     }
 
     /// Returns true if the lease is still the one that counts after this time, by this host's clock.
@@ -233,7 +289,7 @@ impl Place {
         let end = Instant::now() + time;
         while Instant::now() < end {
             std::thread::sleep(Duration::from_millis(500));
-            if self.numbers(FILE)?.pop() != Some(number) {
+            if self.leases()?.pop() != Some(number) {
                 return Ok(false);
             }
         }
@@ -248,17 +304,13 @@ impl Place {
         me: &LeaseHolder,
         limit: Duration,
     ) -> io::Result<Option<String>> {
-        let path = self.lease(number);
-        let age = self.age(&path)?;
+        let age = self.age_of_lease(number)?;
         let Some(holder) = holder else {
-            return Ok(self.keeps_unknown(&path, age, limit));
+            return Ok(self.keeps_unknown(number, age, limit));
         };
         let limit = limit.max(Duration::from_secs(holder.limit_s));
-        let being_made = || match lock_file(&path) {
-            Ok(lock) => lock.is_none(),
-            // Not every server locks.
-            Err(_) => age < limit,
-        };
+        // Not every server locks.
+        let being_made = || self.is_being_made(number).unwrap_or(age < limit);
         let exists = holder.exists(me);
         let free = holder.given_back
             || holder.is(me)
@@ -276,22 +328,22 @@ impl Place {
             format!(
                 "it runs as container {container} on {by}, or did so {} s ago; others may take it over {when}, or if you remove {}",
                 age.as_secs(),
-                path.display()
+                self.shown_lease(number)
             )
         }))
     }
 
     /// The same of a lease that cannot be read. It is whole from the first: another version has written it, or the disk is
     /// bad.
-    fn keeps_unknown(&self, path: &Path, age: Duration, limit: Duration) -> Option<String> {
-        let text = read_bounded(path, MAX_BYTES).unwrap_or_default();
+    fn keeps_unknown(&self, number: u64, age: Duration, limit: Duration) -> Option<String> {
+        let text = self.read_lease(number).unwrap_or_default();
         let text = serde_json::from_slice::<Value>(&text).unwrap_or_default();
         let said = text.get("limit_s").and_then(Value::as_u64).unwrap_or(0);
         let limit = limit.max(Duration::from_secs(said.min(MAX_LIMIT)));
         (age < limit).then(|| {
             format!(
                 "{} was written by another cryopod {} s ago, and this one cannot read it; others may take it over after {} s ({LIMIT}), or if you remove it",
-                path.display(),
+                self.shown_lease(number),
                 age.as_secs(),
                 limit.as_secs()
             )
@@ -300,20 +352,20 @@ impl Place {
 
     /// Makes the lease of this number; `None`: another has made it, or a later one.
     fn make_lease(&self, number: u64, holder: &LeaseHolder) -> io::Result<Option<NameLease>> {
-        let path = self.lease(number);
-        let Some(lock) = make_locked(&path, &serde_json::to_vec(holder)?)? else {
+        let text = serde_json::to_vec(holder)?;
+        let Some(lock) = self.make_lease_file(number, &text)? else {
             return Ok(None);
         };
-        let all = self.numbers(FILE);
+        let all = self.leases();
         match all {
             Ok(all) if all.last() == Some(&number) => {
                 for old in all.iter().filter(|n| **n < number) {
-                    let _ = fs::remove_file(self.lease(*old));
+                    self.remove_lease(*old);
                 }
                 Ok(Some(NameLease { lock }))
             }
             other => {
-                let _ = fs::remove_file(path);
+                self.remove_lease(number);
                 other.map(|_| None)
             }
         }
@@ -371,7 +423,13 @@ mod tests {
     fn place() -> (tempfile::TempDir, Place) {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("c1");
-        (dir, Place { directory })
+        (
+            dir,
+            Place {
+                directory,
+                remote: None,
+            },
+        )
     }
 
     fn take(place: &Place, me: &LeaseHolder, limit: Duration) -> Result<NameLease, String> {

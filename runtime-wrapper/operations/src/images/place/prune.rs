@@ -99,7 +99,10 @@ impl Place {
         for name in fs::read_dir(self.directory.parent().unwrap_or(&self.directory))? {
             let directory = name?.path();
             if directory.is_dir() {
-                let named = Self { directory };
+                let named = Self {
+                    directory,
+                    remote: None,
+                };
                 // In this order: one that gets its name meanwhile is found twice.
                 let partial = named.numbers(PARTIAL)?.into_iter();
                 all.extend(partial.map(|n| named.partial(n)));
@@ -134,7 +137,8 @@ impl Place {
     pub fn keep_up_to(&self, checkpoint: &Path) -> io::Result<()> {
         let number = checkpoint.file_name().unwrap_or_default();
         let file = format!("{KEPT}{}", number.to_string_lossy());
-        File::create(self.directory.join(file)).map(drop)
+        File::create(self.directory.join(file))?;
+        self.keep_there(&number.to_string_lossy())
     }
 
     /// Removes what is left of those that a killed process was removing.
@@ -168,7 +172,10 @@ mod tests {
     fn place(checkpoints: &[(u64, Option<u64>)]) -> (tempfile::TempDir, Place) {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().canonicalize().unwrap().join("c1");
-        let place = Place { directory };
+        let place = Place {
+            directory,
+            remote: None,
+        };
         for (number, parent) in checkpoints {
             make(&place, *number, *parent);
         }
@@ -209,7 +216,14 @@ mod tests {
     fn what_others_build_upon_stays() {
         let (dir, place) = place(&[(1, None), (2, Some(1)), (3, None), (4, Some(2)), (5, None)]);
         let directory = dir.path().canonicalize().unwrap().join("c2");
-        make(&Place { directory }, 9, Some(3));
+        make(
+            &Place {
+                directory,
+                remote: None,
+            },
+            9,
+            Some(3),
+        );
         place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
         let third = place.complete(3);
@@ -249,7 +263,10 @@ mod tests {
     fn what_is_being_written_keeps_its_parent() {
         let (dir, place) = place(&[(1, None), (2, None), (3, None)]);
         let directory = dir.path().canonicalize().unwrap().join("c2");
-        let other = Place { directory };
+        let other = Place {
+            directory,
+            remote: None,
+        };
         let partial = other.begin().unwrap();
         place.prune(2).unwrap();
         assert_eq!(place.numbers("").unwrap(), [2, 3]);

@@ -105,7 +105,13 @@ fn seconds_have_bounds() {
 fn place() -> (tempfile::TempDir, Place) {
     let dir = tempfile::tempdir().unwrap();
     let directory = dir.path().canonicalize().unwrap().join("c1");
-    (dir, Place { directory })
+    (
+        dir,
+        Place {
+            directory,
+            remote: None,
+        },
+    )
 }
 
 #[test]
@@ -186,7 +192,10 @@ fn what_killed_writers_left() {
 fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let directory = dir.path().join("c1");
-    let place = Place { directory };
+    let place = Place {
+        directory,
+        remote: None,
+    };
     for _ in 0..3 {
         let partial = place.begin().unwrap();
         partial.path().put(names::METADATA, "{}");
