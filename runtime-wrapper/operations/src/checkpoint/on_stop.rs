@@ -185,8 +185,11 @@ impl PlacedRequest<'_> {
             .send(partial, &|| signals.interrupted())
             .map_err(Error::io(self.place.place))
             // The other may have written it meanwhile.
-            .and_then(|()| self.check_lease(place, me))
-            .and_then(|()| place.publish(partial).map_err(Error::io(self.place.place)))
+            .and_then(|sent| self.check_lease(place, me).map(|()| sent))
+            .and_then(|sent| {
+                let published = place.publish(partial, sent);
+                published.map_err(Error::io(self.place.place))
+            })
     }
 
     /// Lists what a complete checkpoint has, and removes those that it supersedes.

@@ -15,6 +15,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::format::names;
@@ -387,6 +388,7 @@ impl Place {
                 is_complete: false,
                 number,
                 place: self.clone(),
+                is_begun: AtomicBool::new(false),
             });
         }
         Err(io::Error::other("others take each next number"))
@@ -474,6 +476,8 @@ pub struct PartialCheckpoint {
     is_complete: bool,
     number: u64,
     place: Place,
+    /// Files were sent to object storage.
+    is_begun: AtomicBool,
 }
 
 impl PartialCheckpoint {
@@ -537,7 +541,8 @@ impl Drop for PartialCheckpoint {
             let _ = self.name();
             return;
         }
-        self.place.unclaim(self.number);
+        let is_begun = self.is_begun.load(Ordering::Relaxed);
+        self.place.unclaim(self.number, is_begun);
         drop(self.lock.take());
         if let Err(e) = remove_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());

@@ -19,7 +19,7 @@ use nix::fcntl::Flock;
 use crate::config::Config;
 use crate::config::vram::check_parent;
 use crate::error::Error;
-use crate::images::place::{self, prune};
+use crate::images::place::{self, prune, remote};
 use crate::request::argv::Invocation;
 
 /// The annotation that overrides `vram.parent`.
@@ -49,6 +49,8 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     let directory = match wish {
         Some("off") => None,
         Some("auto") => return Ok(automatic(config, &images, &inv.id)),
+        // What is there already is not sent again.
+        None if remote::is_copy(&images) => return Ok(automatic(config, &images, &inv.id)),
         Some(path) => {
             check_parent(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
@@ -202,6 +204,8 @@ fn complete_in(directory: &Path) -> Vec<(SystemTime, PathBuf)> {
         .take(MAX_SIBLINGS)
         // What a place has set aside as damaged, or is not complete.
         .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
+        // What is only here, of a place in object storage.
+        .filter(|entry| !entry.path().join(remote::UNSENT).exists())
         .filter_map(|entry| {
             let metadata = entry.path().join(names::METADATA);
             let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;

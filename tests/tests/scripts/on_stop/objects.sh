@@ -14,7 +14,7 @@ server_up() {
     wait_for s3 http://127.0.0.1:5555/ > /dev/null
 }
 s3() { curl -sf --aws-sigv4 aws:amz:us-east-1:s3 --user a:b "$@"; }
-on_failure() { cat /tmp/said "$log"; objects; tail -n 5 /tmp/moto.log; }
+on_failure() { cat /tmp/said "$log"; objects | grep -v '\.img'; tail -n 5 /tmp/moto.log; }
 plain=(--network none localhost/busybox "${counter[@]}")
 to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint dev.cryopod.grace_s=60 "dev.cryopod.checkpoint.to=$place" "dev.cryopod.name=$1"; } # NAME
 newest=(--annotation "dev.cryopod.restore=latest:$place")
@@ -91,15 +91,104 @@ check 'the number of a damaged one is not used again' test "$(marks job)" = 'com
 check 'another host takes it' taken
 podman rm -f -t 0 c5 > /dev/null
 
+# ---- a lost host ----
+short=("${newest[@]}" "${start[@]}" --annotation=dev.cryopod.name=held --annotation=dev.cryopod.lease_s=4)
+pod run -d --name c6 "${short[@]}" "${plain[@]}" > /dev/null 2>&1
+elsewhere_too() { far run -d --name c7 "${short[@]}" "${plain[@]}" || { podman rm -f -t 0 c7 > /dev/null 2>&1; return 1; }; }
+sleep 5
+if elsewhere_too; then exit 1; fi
+check 'a lease is renewed while its container exists' says /tmp/said "it runs as container $(podman inspect -f '{{.Id}}' c6) on $(hostname)"
+pkill -KILL -f '^cryopod-lease ' # with its host
+check 'a lease of a lost host is taken over' wait_for elsewhere_too
+podman rm -f -t 0 c6 c7 > /dev/null
+
+# ---- checkpoints while it runs ----
+pod run -d --name c8 --annotation dev.cryopod.checkpoint.every_s=1 --annotation "dev.cryopod.checkpoint.to=$place" \
+    --annotation dev.cryopod.name=often "${plain[@]}" > /dev/null
+often() { objects often/ | grep -q 'complete-00000[3-9]'; }
+check 'again and again' wait_for often
+podman rm -f -t 0 c8 > /dev/null
+check 'two stay' test "$(marks often | tr ' ' '\n' | grep -c complete)" -le 3
+
+# ---- with a GPU ----
+weights() { # CONTAINER NAME ARG...: handles TERM
+    pod run -d --name "$1" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim \
+        --annotation dev.cryopod.on-stop=checkpoint --annotation "dev.cryopod.checkpoint.to=$place" --annotation dev.cryopod.grace_s=60 \
+        --annotation "dev.cryopod.name=$2" "${@:3}" localhost/busybox \
+        sh -c 'trap "kill $!; exit 7" TERM; /cusim/cusim-client --mib 256 --chunk-mib 64 --train-mib 4 & wait' > /tmp/said 2>&1
+}
+ended() { # CONTAINER TICKS
+    wait_for ticked "$1" "$2"
+    check "$1 is stopped" stopped -t 60 "$1"
+    check 'by a checkpoint' test "$(exit_code "$1")" = 143
+    wait_for nothing_runs
+}
+weights r1 server-1
+ended r1 3
+one=$(stored server-1/)
+elsewhere
+weights again server-1 "${newest[@]}"
+ended again 5
+both=$(stored server-1/)
+check 'of the second checkpoint only what is new is sent' test $((both - one)) -lt $((one / 5))
+for n in $(seq 2 "${REPLICAS:-3}"); do
+    elsewhere
+    weights "r$n" "server-$n"
+    ended "r$n" $((3 + n % 3))
+done
+check 'replicas store little more than one does' test "$(stored server-)" -le $((one * 13 / 10))
+echo "one: $one bytes, with its second: $both, all ${REPLICAS:-3}: $(stored server-)"
+elsewhere
+weights last server-2 "${newest[@]}"
+check 'on another host a replica goes on' goes_on last
+ended last 8
+for n in 2 3; do
+    weights "more$n" server-1 "${newest[@]}"
+    check "$n: the sums are right" goes_on "more$n"
+    ended "more$n" 5
+done
+check 'what others build upon stays' test "$(marks server-1 | tr ' ' '\n' | grep -c '^complete-000001')" = 1
+
 # ---- the storage does not answer ----
-job c6
-wait_for counted c6 3
+mapfile -t short < <(to down)
+short+=(--annotation=dev.cryopod.grace_s=10)
+pod run -d --name c9 "${short[@]}" --network none localhost/busybox \
+    sh -c 'trap "exit 7" TERM; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
+wait_for counted c9 3
 kill -STOP $server
-check 'a stop without the storage ends the container' stopped -t 15 c6
-check 'by the TERM' test "$(exit_code c6)" = 143
+check 'a stop without the storage' stopped -t 30 c9
+check 'is one by TERM' test "$(exit_code c9)" = 7
 kill -CONT $server
 wait_for nothing_runs
-check 'it is no checkpoint' test "$(marks job)" = 'complete-000002 complete-000004 damaged-000003'
+check 'and no checkpoint' test -z "$(marks down)"
+hangs_when_sent() { # NAME: the storage stops answering when all is written and nothing sent
+    wait_for test -e "$(echo "$copies"/*)/$1/.partial-000001/cryopod.json" && kill -STOP $server
+}
+weights g1 late --annotation=dev.cryopod.grace_s=15
+wait_for ticked g1 3
+hangs_when_sent late &
+check 'the storage hangs while it is sent' stopped -t 60 g1
+check 'the container goes on, and has its TERM' test "$(exit_code g1)" = 7
+kill -CONT $server
+wait_for nothing_runs
+check 'nothing is left here' test -z "$(ls -A "$copies"/*/late | grep -v fetching)"
+check 'there only the claim, so that the number is not used again' test "$(marks late)" = writing-000001
+weights g1again late
+ended g1again 3
+check 'the next stop is a checkpoint' test "$(marks late)" = 'complete-000002 writing-000001'
+weights g2 killed
+wait_for ticked g2 3
+hangs_when_sent killed &
+stopped -t 60 g2 &
+wait_for test -e "$(echo "$copies"/*)/killed/.partial-000001/cryopod.json"
+check 'a KILL meanwhile' podman kill g2 > /dev/null
+wait_for nothing_runs
+kill -CONT $server
+check 'leaves no checkpoint there' test "$(marks killed)" = writing-000001
+weights g3 killed "${newest[@]}"
+check 'this host still has it' goes_on g3
+ended g3 5
+check 'and sends the next' test "$(marks killed)" = 'complete-000002 writing-000001'
 
 # ---- not allowed ----
 refused() { # WANT ARG...

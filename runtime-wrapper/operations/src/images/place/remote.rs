@@ -18,14 +18,16 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
-use cryopod_host::files::if_there;
+use cryopod_archive::vram::parent::WantedParent;
+use cryopod_host::files::{if_there, read_bounded};
 use nix::fcntl::Flock;
 use serde::{Deserialize, Serialize};
 
@@ -44,9 +46,11 @@ const BY: &str = "-by-";
 const REMOVING: &str = "removing-";
 const DAMAGED_THERE: &str = "damaged-";
 /// The file in a checkpoint of the host's directory that is nowhere else yet.
-pub(super) const UNSENT: &str = ".unsent";
+pub const UNSENT: &str = ".unsent";
 /// The file in one of which only the tables were fetched: another builds upon it.
 const TABLES_ONLY: &str = ".tables-only";
+/// The file that has the `NAME/NUMBER` upon which one builds.
+const UPON: &str = ".upon";
 const FETCHED: &str = ".fetched-";
 /// The file that is locked while a checkpoint of the name is fetched.
 const FETCHING: &str = ".fetching";
@@ -54,13 +58,15 @@ const FETCHING: &str = ".fetching";
 const TABLES: [&str; 2] = [names::METADATA, names::VRAM_INDEX];
 const MAX_LISTING: u64 = 1 << 20;
 const MAX_FILES: usize = 4096;
-const MAX_LINK: usize = 512;
+const MAX_UPON: u64 = 512;
+/// So many other names are asked for a checkpoint to build upon.
+const MAX_OTHERS: usize = 16;
 /// The longest chain of checkpoints that build upon each other.
 const MAX_ANCESTORS: usize = 1024;
 
 /// The files of a checkpoint in object storage.
 #[derive(Debug, Serialize, Deserialize)]
-struct ObjectListing {
+pub struct ObjectListing {
     version: u64,
     files: Vec<ObjectFile>,
     /// The `NAME/NUMBER` that it builds upon.
@@ -114,8 +120,13 @@ impl ObjectListing {
     }
 }
 
+/// Returns true if an image directory is one of a place in object storage.
+pub fn is_copy(images: &Path) -> bool {
+    images.starts_with(COPIES)
+}
+
 fn is_file_name(name: &str) -> bool {
-    !name.is_empty() && !name.starts_with('.') && !name.contains('/') && name != names::PARENT_LINK
+    !name.is_empty() && !name.starts_with('.') && !name.contains('/')
 }
 
 /// Splits `NAME/NUMBER`.
@@ -378,14 +389,12 @@ impl Place {
         objects.storage.create(&claim, host.as_bytes())
     }
 
-    /// Gives a number up, with all that was sent of its checkpoint.
-    pub(super) fn unclaim(&self, number: u64) {
+    /// Gives a number up. If files were sent, the claim stays for a day: what is under way must not reach the next one.
+    pub(super) fn unclaim(&self, number: u64, is_begun: bool) {
         let given_up = self.objects().and_then(|objects| match objects {
             None => Ok(()),
-            Some(objects) => {
-                objects.remove_files(number)?;
-                objects.storage.remove(&objects.numbered(WRITING, number))
-            }
+            Some(objects) if is_begun => objects.remove_files(number),
+            Some(objects) => objects.storage.remove(&objects.numbered(WRITING, number)),
         });
         if let Err(e) = given_up {
             tracing::warn!("{}: {number:06} is not removed: {e}", self.shown());
@@ -410,22 +419,19 @@ impl Place {
             return self.bring(newest, false, never).map(drop);
         }
         let common = |other: &String| super::common_beginning(objects.name, other);
-        let others = objects.storage.directories("")?;
-        let others = others
-            .into_iter()
-            .filter(|o| super::is_name(o) && common(o).is_some());
-        let Some(other) = others.max_by_key(common) else {
-            return Ok(());
-        };
-        let other = self.of_name(&other);
-        let Some(objects) = other.objects()? else {
-            return Ok(());
-        };
-        let mut numbers = objects.numbers(COMPLETE)?;
-        // As in a directory: only upon one that needs no other.
-        while let Some(number) = numbers.pop() {
-            if objects.listing(number)?.upon.is_none() {
-                return other.bring(number, false, never).map(drop);
+        let mut others = objects.storage.directories("")?;
+        others.retain(|o| super::is_name(o) && o != objects.name && common(o).is_some());
+        others.sort_by_key(|other| std::cmp::Reverse(common(other)));
+        for other in others.iter().take(MAX_OTHERS) {
+            let other = self.of_name(other);
+            let Some(objects) = other.objects()? else {
+                return Ok(());
+            };
+            for number in objects.numbers(COMPLETE)?.into_iter().rev() {
+                // As in a directory: only upon one that needs no other.
+                if objects.listing(number)?.upon.is_none() {
+                    return other.bring(number, false, never).map(drop);
+                }
             }
         }
         Ok(())
@@ -471,16 +477,13 @@ impl Place {
         let mut fetched = false;
         for _ in 0..MAX_ANCESTORS {
             fetched |= place.bring_one(number, whole, stops)?;
-            let link = place.complete(number).join(names::PARENT_LINK);
-            let Some(parent) = if_there(fs::read_link(link))? else {
+            let upon = read_bounded(&place.complete(number).join(UPON), MAX_UPON);
+            let Some(upon) = if_there(upon)? else {
                 return Ok(fetched);
             };
-            let upon = parent
-                .to_str()
-                .and_then(|parent| name_and_number(parent.strip_prefix("../../")?));
-            let upon = upon.ok_or_else(|| {
-                io::Error::other(format!("{}: no checkpoint of the place", parent.display()))
-            })?;
+            let upon = String::from_utf8(upon).map_err(io::Error::other)?;
+            let upon = name_and_number(&upon)
+                .ok_or_else(|| io::Error::other(format!("{upon:?} is no NAME/NUMBER")))?;
             (place, number) = (self.of_name(upon.0), upon.1);
         }
         Err(io::Error::other("a chain of checkpoints without end"))
@@ -527,7 +530,7 @@ impl Place {
         }
         if let Some(upon) = &listing.upon {
             objects.need(number, upon)?;
-            symlink(Path::new("../..").join(upon), made.join(names::PARENT_LINK))?;
+            fs::write(made.join(UPON), upon)?;
         }
         if is_here {
             let tables = self.directory.join(format!("{FETCHED}tables-{number:06}"));
@@ -545,13 +548,18 @@ impl Place {
     ///
     /// # Errors
     /// What could not be sent.
-    pub fn send(&self, partial: &PartialCheckpoint, stops: Stops<'_>) -> io::Result<()> {
+    pub fn send(
+        &self,
+        partial: &PartialCheckpoint,
+        stops: Stops<'_>,
+    ) -> io::Result<Option<ObjectListing>> {
         let Some(objects) = self.objects()? else {
-            return Ok(());
+            return Ok(None);
         };
         let (path, number) = (partial.path(), partial.number);
         let listing = ObjectListing::of(path, self.upon(path)?)?;
         if let Some(upon) = &listing.upon {
+            fs::write(path.join(UPON), upon)?;
             let need = objects.need(number, upon)?;
             objects.storage.write(&need, b"")?;
             let (name, parent) = name_and_number(upon).unwrap_or_default();
@@ -572,6 +580,7 @@ impl Place {
             bytes: file.bytes,
         });
         let files: Vec<_> = files.collect();
+        partial.is_begun.store(true, Ordering::Relaxed);
         let (bytes, since) = (
             files.iter().map(|file| file.bytes).sum::<u64>(),
             Instant::now(),
@@ -583,36 +592,37 @@ impl Place {
             bytes >> 20,
             since.elapsed().as_millis()
         );
-        Ok(())
+        Ok(Some(listing))
     }
 
-    /// Returns the checkpoint of the place that this one builds upon.
+    /// Returns the checkpoint of the place that this one builds upon, by the table of its GPU memory.
     fn upon(&self, checkpoint: &Path) -> io::Result<Option<String>> {
-        let Some(parent) = if_there(checkpoint.join(names::PARENT_LINK).canonicalize())? else {
+        let table = checkpoint.join(names::VRAM_INDEX);
+        let Some(table) = if_there(fs::read(table))? else {
             return Ok(None);
         };
-        let root = self
-            .directory
-            .parent()
-            .unwrap_or(&self.directory)
-            .canonicalize()?;
-        let upon = parent.strip_prefix(&root).ok().and_then(Path::to_str);
-        let upon = upon.filter(|upon| name_and_number(upon).is_some() && upon.len() < MAX_LINK);
-        upon.map(|upon| Some(upon.to_owned())).ok_or_else(|| {
-            io::Error::other(format!(
-                "it builds upon {}, which is not in the place",
-                parent.display()
-            ))
-        })
+        let parent = WantedParent::of(&table, Some(checkpoint)).map_err(io::Error::other)?;
+        let Some(parent) = parent else {
+            return Ok(None);
+        };
+        let root = self.directory.parent().unwrap_or(&self.directory);
+        let found = parent.find(&[]).and_then(|at| at.canonicalize().ok());
+        let upon = found.and_then(|at| Some(at.strip_prefix(root).ok()?.to_str()?.to_owned()));
+        let upon = upon.filter(|upon| name_and_number(upon).is_some());
+        upon.map(Some)
+            .ok_or_else(|| io::Error::other("what it builds upon is not in the place"))
     }
 
     /// Makes what was sent a checkpoint.
-    pub fn publish(&self, partial: &PartialCheckpoint) -> io::Result<()> {
-        let Some(objects) = self.objects()? else {
+    pub fn publish(
+        &self,
+        partial: &PartialCheckpoint,
+        sent: Option<ObjectListing>,
+    ) -> io::Result<()> {
+        let (Some(objects), Some(listing)) = (self.objects()?, sent) else {
             return Ok(());
         };
         let (path, number) = (partial.path(), partial.number);
-        let listing = ObjectListing::of(path, self.upon(path)?)?;
         let text = serde_json::to_vec(&listing)?;
         let complete = objects.numbered(COMPLETE, number);
         if !objects.storage.create(&complete, &text)? {
