@@ -163,6 +163,7 @@ mod on_stop {
         compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
         systemd: V2 [] "archive/lib.sh" + "on_stop/systemd.sh";
         replicas: V2 ["crun"] "archive/lib.sh" + "on_stop/replicas.sh";
+        objects: V2 ["crun"] "archive/lib.sh" + "on_stop/objects.sh";
     }
 
     /// `SWARM_PART=all`: more than CI runs.

@@ -6,6 +6,7 @@
 
 pub mod integrity;
 pub mod lease;
+mod objects;
 pub mod prune;
 pub mod remote;
 pub mod renewal;

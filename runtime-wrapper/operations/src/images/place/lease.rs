@@ -15,8 +15,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_host::files::{if_there, read_bounded};
+use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
+use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -198,11 +199,11 @@ impl Place {
     fn make_lease_file(&self, number: u64, text: &[u8]) -> io::Result<Option<File>> {
         let path = self.lease(number);
         if let Some(objects) = self.objects()? {
-            // Of a bucket that was emptied.
-            if_there(fs::remove_file(&path))?;
-            let Some(lock) = make_locked(&path, b"")? else {
+            // One may be left, of a bucket that was emptied.
+            let lock = File::options().append(true).create(true).open(&path)?;
+            if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
                 return Ok(None);
-            };
+            }
             let made = objects.make_lease(&format!("{FILE}{number}"), text)?;
             return Ok(made.then_some(lock));
         }

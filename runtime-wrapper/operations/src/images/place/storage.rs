@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use cryopod_host::files::{if_there, read_bounded};
+use nix::sys::signal::SigSet;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path as Key;
 use object_store::prefix::PrefixStore;
@@ -90,6 +91,10 @@ impl ObjectStorage {
     pub(super) fn over(store: Arc<dyn ObjectStore>) -> io::Result<Self> {
         let mut runtime = Builder::new_multi_thread();
         let runtime = runtime.worker_threads(2).max_blocking_threads(AT_ONCE);
+        // A thread that blocks no signals would end this process by one that the main thread waits for.
+        let runtime = runtime.on_thread_start(|| {
+            let _ = SigSet::all().thread_block();
+        });
         let runtime = runtime.enable_all().build()?;
         Ok(Self { store, runtime })
     }

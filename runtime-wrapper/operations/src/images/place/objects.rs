@@ -1,0 +1,244 @@
+//! The objects of one name in a place: the checkpoints' listings, and the marks beside them.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::time::Duration;
+
+use cryopod_archive::format::digest::Digest;
+use cryopod_host::files::if_there;
+use serde::{Deserialize, Serialize};
+
+use super::storage::ObjectStorage;
+use super::{CLOCK, OF_ANOTHER_HOST, is_name, lease};
+
+pub(super) const COMPLETE: &str = "complete-";
+pub(super) const WRITING: &str = "writing-";
+pub(super) const REMOVING: &str = "removing-";
+pub(super) const DAMAGED_THERE: &str = "damaged-";
+const NEEDED: &str = "needed-";
+const BY: &str = "-by-";
+pub(super) const MAX_LISTING: u64 = 1 << 20;
+const MAX_FILES: usize = 4096;
+
+/// The files of a checkpoint in object storage.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ObjectListing {
+    version: u64,
+    pub(super) files: Vec<ObjectFile>,
+    /// The `NAME/NUMBER` that it builds upon.
+    pub(super) upon: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ObjectFile {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+}
+
+impl ObjectListing {
+    /// Returns the listing of a checkpoint in the host's directory.
+    pub(super) fn of(checkpoint: &Path, upon: Option<String>) -> io::Result<Self> {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(checkpoint)? {
+            let (entry, name) = entry.map(|entry| (entry.metadata(), entry.file_name()))?;
+            let name = name.into_string().map_err(|_| ErrorKind::InvalidData)?;
+            let (is_ours, meta) = (is_file_name(&name), entry?);
+            if is_ours && meta.is_file() {
+                let bytes = meta.len();
+                files.push(ObjectFile { name, bytes });
+            } else if is_ours && meta.is_dir() {
+                let why = format!(
+                    "{}: a directory, which is not sent",
+                    checkpoint.join(name).display()
+                );
+                return Err(io::Error::other(why));
+            }
+        }
+        Ok(Self {
+            version: 1,
+            files,
+            upon,
+        })
+    }
+
+    pub(super) fn parse(key: &str, text: &[u8]) -> io::Result<Self> {
+        let invalid = |why: String| io::Error::new(ErrorKind::InvalidData, format!("{key}: {why}"));
+        let read: Self = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
+        if read.version != 1 {
+            return Err(invalid(format!("version {}: update cryopod", read.version)));
+        }
+        let is_bad = |file: &&ObjectFile| !is_file_name(&file.name);
+        match read.files.iter().find(is_bad) {
+            _ if read.files.len() > MAX_FILES => Err(invalid("too many files".into())),
+            Some(bad) => Err(invalid(format!("{:?} is no name of a file", bad.name))),
+            None => Ok(read),
+        }
+    }
+}
+
+fn is_file_name(name: &str) -> bool {
+    !name.is_empty() && !name.starts_with('.') && !name.contains('/')
+}
+
+/// Splits `NAME/NUMBER`.
+pub(super) fn name_and_number(text: &str) -> Option<(&str, u64)> {
+    let (name, number) = text.split_once('/')?;
+    let is_name = is_name(name);
+    let is_number = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    (is_name && is_number).then(|| Some((name, number.parse().ok()?)))?
+}
+
+/// A name's objects.
+pub(super) struct NamedObjects<'a> {
+    pub(super) storage: &'a ObjectStorage,
+    pub(super) name: &'a str,
+}
+
+impl NamedObjects<'_> {
+    pub(super) fn key(&self, object: &str) -> String {
+        format!("{}/{object}", self.name)
+    }
+
+    pub(super) fn numbered(&self, prefix: &str, number: u64) -> String {
+        self.key(&format!("{prefix}{number:06}"))
+    }
+
+    /// Returns the numbers after this prefix, in ascending order.
+    pub(super) fn numbers(&self, prefix: &str) -> io::Result<Vec<u64>> {
+        let names = self.storage.names(self.name)?;
+        Ok(numbers_of(&names, prefix))
+    }
+
+    pub(super) fn listing(&self, number: u64) -> io::Result<ObjectListing> {
+        let key = self.numbered(COMPLETE, number);
+        ObjectListing::parse(&key, &self.storage.read(&key, MAX_LISTING)?)
+    }
+
+    pub(super) fn is_there(&self, prefix: &str, number: u64) -> io::Result<bool> {
+        let written = self.storage.written(&self.numbered(prefix, number));
+        Ok(if_there(written)?.is_some())
+    }
+
+    /// How long ago an object was written, by the storage's clock.
+    fn age(&self, object: &str) -> io::Result<Duration> {
+        let written = self.storage.written(&self.key(object))?;
+        let clock = self.key(&format!(
+            "{CLOCK}{}",
+            Digest::of(lease::this_host().as_bytes()).hex()
+        ));
+        self.storage.write(&clock, b"")?;
+        let now = self.storage.written(&clock);
+        let _ = self.storage.remove(&clock);
+        Ok(now?.duration_since(written).unwrap_or_default())
+    }
+
+    pub(super) fn remove_files(&self, number: u64) -> io::Result<()> {
+        let directory = self.key(&format!("{number:06}"));
+        for file in self.storage.names(&directory)? {
+            self.storage.remove(&format!("{directory}/{file}"))?;
+        }
+        Ok(())
+    }
+
+    /// Removes a checkpoint, unless another builds upon it.
+    pub(super) fn remove(&self, number: u64) -> io::Result<()> {
+        let removing = self.numbered(REMOVING, number);
+        self.storage.write(&removing, b"")?;
+        if self.is_needed(number)? {
+            return self.storage.remove(&removing);
+        }
+        let upon = if_there(self.listing(number))?.and_then(|listing| listing.upon);
+        self.storage.remove(&self.numbered(COMPLETE, number))?;
+        self.remove_files(number)?;
+        if let Some(upon) = upon {
+            let _ = self.storage.remove(&self.need(number, &upon)?);
+        }
+        self.storage.remove(&removing)
+    }
+
+    /// Returns true if another checkpoint builds upon this one, or is being written.
+    pub(super) fn is_needed(&self, number: u64) -> io::Result<bool> {
+        let prefix = format!("{NEEDED}{number:06}{BY}");
+        for object in self.storage.names(self.name)? {
+            let Some(by) = object.strip_prefix(&prefix) else {
+                continue;
+            };
+            let by = by
+                .rsplit_once('-')
+                .and_then(|(name, n)| Some((name, n.parse().ok()?)));
+            let Some((name, number)) = by else { continue };
+            let other = NamedObjects {
+                storage: self.storage,
+                name,
+            };
+            if other.is_there(COMPLETE, number)? || other.is_there(WRITING, number)? {
+                return Ok(true);
+            }
+            self.storage.remove(&self.key(&object))?;
+        }
+        Ok(false)
+    }
+
+    /// Returns the key by which a checkpoint says upon which one it builds.
+    pub(super) fn need(&self, number: u64, upon: &str) -> io::Result<String> {
+        let Some((name, parent)) = name_and_number(upon) else {
+            return Err(io::Error::other(format!("{upon:?} is no NAME/NUMBER")));
+        };
+        Ok(format!(
+            "{name}/{NEEDED}{parent:06}{BY}{}-{number:06}",
+            self.name
+        ))
+    }
+
+    /// Finishes what killed processes began.
+    pub(super) fn sweep(&self) -> io::Result<()> {
+        let objects = self.storage.names(self.name)?;
+        let complete = numbers_of(&objects, COMPLETE);
+        for number in numbers_of(&objects, REMOVING) {
+            if !complete.contains(&number) {
+                self.remove(number)?;
+            }
+        }
+        for number in numbers_of(&objects, WRITING) {
+            let claim = format!("{WRITING}{number:06}");
+            if complete.contains(&number) {
+                self.storage.remove(&self.key(&claim))?;
+            } else if if_there(self.age(&claim))?.is_some_and(|age| age > OF_ANOTHER_HOST) {
+                self.remove_files(number)?;
+                self.storage.remove(&self.key(&claim))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn numbers_of(names: &[String], prefix: &str) -> Vec<u64> {
+    let digits = names.iter().filter_map(|name| name.strip_prefix(prefix));
+    let digits = digits.filter(|d| !d.is_empty() && d.bytes().all(|b| b.is_ascii_digit()));
+    let mut found: Vec<_> = digits.filter_map(|d| d.parse().ok()).collect();
+    found.sort_unstable();
+    found
+}
+
+/// What `lease.rs` does with the leases of a place in object storage. The file of the same name in the host's directory
+/// is the lock between processes of this host.
+impl NamedObjects<'_> {
+    pub(super) fn read_lease(&self, lease: &str, most: u64) -> io::Result<Vec<u8>> {
+        self.storage.read(&self.key(lease), most)
+    }
+
+    pub(super) fn age_of_lease(&self, lease: &str) -> io::Result<Duration> {
+        self.age(lease)
+    }
+
+    pub(super) fn make_lease(&self, lease: &str, text: &[u8]) -> io::Result<bool> {
+        self.storage.create(&self.key(lease), text)
+    }
+
+    pub(super) fn remove_lease(&self, lease: &str) {
+        if let Err(e) = self.storage.remove(&self.key(lease)) {
+            tracing::warn!("{lease}: {e}");
+        }
+    }
+}

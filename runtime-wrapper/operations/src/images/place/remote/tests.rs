@@ -1,0 +1,175 @@
+use super::*;
+use crate::images::place::lease::LeaseHolder;
+use cryopod_archive::metadata::{Metadata, MetadataSlot};
+use object_store::memory::InMemory;
+use tempfile::TempDir;
+
+const NEVER: Stops<'static> = &|| false;
+
+/// A host, which has its own directory of the place.
+struct OneHost {
+    directory: TempDir,
+    remote: RemotePlace,
+}
+
+impl OneHost {
+    fn of(store: &Arc<InMemory>) -> Self {
+        let remote = RemotePlace::new("s3://jobs/team");
+        let storage = ObjectStorage::over(store.clone()).unwrap();
+        assert!(remote.opened.set(storage).is_ok());
+        let directory = tempfile::tempdir().unwrap();
+        Self { directory, remote }
+    }
+
+    fn place(&self, name: &str) -> Place {
+        let root = self.directory.path().canonicalize().unwrap();
+        Place {
+            directory: root.join(name),
+            remote: Some(self.remote.clone()),
+        }
+    }
+}
+
+/// Writes a checkpoint of one file, and builds it upon another.
+fn write(place: &Place, text: &str) -> PartialCheckpoint {
+    let partial = place.begin().unwrap();
+    fs::write(partial.path().join("pages-1.img"), text).unwrap();
+    let slot = MetadataSlot::reserve(partial.path()).unwrap();
+    let metadata = Metadata {
+        schema: Metadata::current_schema(),
+        ..Metadata::default()
+    };
+    slot.commit(&metadata).unwrap();
+    partial
+}
+
+fn complete(place: &Place, text: &str) -> PathBuf {
+    let partial = write(place, text);
+    let sent = place.send(&partial, NEVER).unwrap();
+    place.publish(&partial, sent).unwrap();
+    partial.complete().unwrap()
+}
+
+fn numbers(found: &[PathBuf]) -> Vec<&str> {
+    let names = found.iter().filter_map(|path| path.file_name()?.to_str());
+    names.map(|name| name.trim_start_matches('0')).collect()
+}
+
+#[test]
+fn what_one_host_sends_another_fetches() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    complete(&a.place("job"), "first");
+    let second = complete(&a.place("job"), "second");
+    let there = b.place("job").newest_first().unwrap();
+    assert_eq!(numbers(&there), ["2", "1"]);
+    assert!(!there[0].exists());
+    let place = b.place("job");
+    assert_eq!(place.fetch(&there[0], NEVER), Ok(Some(true)));
+    assert_eq!(place.fetch(&there[0], NEVER), Ok(Some(false)), "it is here");
+    let fetched = fs::read(there[0].join("pages-1.img")).unwrap();
+    assert_eq!(fetched, b"second");
+    assert!(place.discard_copy(&there[0]) && !there[0].exists());
+    // The next number is another host's, too.
+    let third = complete(&place, "third");
+    assert_eq!(numbers(&[third]), ["3"]);
+    a.place("job").completed_there(&second, Some(2)).unwrap();
+    let left = a.place("job").newest_first().unwrap();
+    assert_eq!(numbers(&left), ["3", "2"]);
+    let gone = b.place("job").fetch(&place.complete(1), NEVER);
+    assert_eq!(gone, Ok(None));
+}
+
+#[test]
+fn what_is_not_sent_is_this_hosts_alone() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    let place = a.place("job");
+    drop(write(&place, "its container was killed"));
+    let here = place.newest_first().unwrap();
+    assert_eq!(numbers(&here), ["1"]);
+    assert_eq!(place.fetch(&here[0], NEVER), Ok(Some(false)));
+    assert!(!place.discard_copy(&here[0]), "there is no other");
+    assert!(b.place("job").newest_first().unwrap().is_empty());
+    let partial = write(&place, "its container went on");
+    place.send(&partial, NEVER).unwrap();
+    partial.discard();
+    drop(partial);
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["1"]);
+    let next = complete(&b.place("job"), "next");
+    assert_eq!(numbers(&[next]), ["3"], "what is under way stays apart");
+    let objects = place.objects().unwrap().unwrap();
+    let left = objects.storage.directories("job").unwrap();
+    assert_eq!(left, ["000003"]);
+}
+
+#[test]
+fn what_others_build_upon_stays() {
+    let store = Arc::new(InMemory::new());
+    let host = OneHost::of(&store);
+    let (place, other) = (host.place("job"), host.place("other"));
+    complete(&place, "first");
+    let upon = complete(&other, "upon");
+    let objects = place.objects().unwrap().unwrap();
+    let of_other = other.objects().unwrap().unwrap();
+    let need = of_other.need(1, "job/000001").unwrap();
+    objects.storage.write(&need, b"").unwrap();
+    let second = complete(&place, "second");
+    place.completed_there(&second, Some(1)).unwrap();
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2", "1"]);
+    place.set_aside_there(1).unwrap();
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2", "1"]);
+    // A killed process's claim, and a mark of one that was killed while it removed the other.
+    objects.storage.write("job/removing-000009", b"").unwrap();
+    of_other.remove(1).unwrap();
+    place.completed_there(&second, Some(1)).unwrap();
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2"]);
+    assert_eq!(objects.storage.names("job").unwrap(), ["complete-000002"]);
+    place.set_aside_there(2).unwrap();
+    assert!(place.newest_first().unwrap().is_empty());
+    assert_eq!(place.last_there().unwrap(), 2);
+    drop(upon);
+}
+
+#[test]
+fn one_host_has_the_lease() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    let limit = Duration::from_secs(300);
+    let of = |host: &str| -> LeaseHolder {
+        let holder =
+            serde_json::json!({"host": host, "boot": "b", "container": "c", "directory": "/"});
+        serde_json::from_value(holder).unwrap()
+    };
+    let (on_a, on_b) = (of("a"), of("b"));
+    let lease = a.place("job").take(&on_a, limit).unwrap();
+    let said = b.place("job").take(&on_b, limit).unwrap_err();
+    assert!(said.contains("container c on a"), "{said}");
+    assert!(said.contains("remove s3://jobs/team/job/lease-1"), "{said}");
+    a.place("job").renew(&on_a).unwrap();
+    assert_eq!(b.place("job").taken_over(&on_a, true).unwrap(), None);
+    a.place("job").give_back(&on_a).unwrap();
+    drop(lease);
+    b.place("job").take(&on_b, limit).unwrap();
+    let taken = a.place("job").taken_over(&on_a, true).unwrap();
+    assert_eq!(taken.as_deref(), Some("b"));
+}
+
+#[test]
+fn a_listing_names_files_of_its_checkpoint_alone() {
+    let listing = |name: &str, version: u64| {
+        let files = serde_json::json!([{"name": name, "bytes": 1}]);
+        let text = serde_json::json!({"version": version, "files": files, "upon": null});
+        ObjectListing::parse("job/complete-000001", text.to_string().as_bytes())
+    };
+    assert!(listing("pages-1.img", 1).is_ok());
+    for bad in ["", ".unsent", "..", "../x", "a/b", "/etc/passwd"] {
+        let said = listing(bad, 1).unwrap_err().to_string();
+        assert!(said.contains("is no name of a file"), "{said}");
+    }
+    assert!(listing("a", 2).unwrap_err().to_string().contains("update"));
+    for bad in ["a", "a/", "/1", "a/b/1", "../1", "a/1x", ".a/1"] {
+        assert_eq!(name_and_number(bad), None, "{bad}");
+    }
+    assert_eq!(name_and_number("web-1/000012"), Some(("web-1", 12)));
+}
