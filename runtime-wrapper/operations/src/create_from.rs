@@ -170,11 +170,14 @@ fn create(
         tracing::warn!("{e}");
     }
     match restored {
-        Err(e) if start_without => {
+        Err(e) if start_without && !newest.as_ref().is_some_and(Newest::is_unknown) => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
-            if let Some(newest) = &newest {
-                newest.keep();
+            if let Some(newest) = &newest
+                && let Err(e) = newest.keep()
+            {
+                newest.give_back(&inv.id);
+                return Err(e);
             }
             Ok(Creation::WithoutCheckpoint(StartReason { why }))
         }

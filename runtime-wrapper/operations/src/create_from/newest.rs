@@ -1,6 +1,7 @@
 //! Finds the newest checkpoint of a container's name in a place: `latest:PLACE`. A damaged one is set aside, and the one
 //! before it takes its place.
 
+use std::cell::Cell;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -15,6 +16,7 @@ use crate::config::Config;
 use crate::config::restore::Asker;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
+use crate::images::place::copies::FetchOutcome;
 use crate::images::place::lease::{self, LeaseHolder, NameLease};
 use crate::images::place::{self, Place, PlaceRequest, integrity, prune, renewal};
 use crate::request::argv::Invocation;
@@ -24,6 +26,9 @@ use crate::run::child;
 use cryopod_cuda::write_json;
 use cryopod_host::spec::Spec;
 
+/// How often the checkpoints are listed that others supersede meanwhile.
+const TRIES: usize = 3;
+
 /// The newest checkpoint, and the lease of the name.
 pub struct Newest {
     place: Place,
@@ -32,6 +37,14 @@ pub struct Newest {
     me: LeaseHolder,
     lease: Option<NameLease>,
     limit: Option<Duration>,
+    is_unknown: Cell<bool>,
+}
+
+/// What became of one checkpoint.
+enum Tried<T> {
+    Restored(T),
+    Superseded,
+    Damaged(String),
 }
 
 impl Newest {
@@ -84,12 +97,26 @@ impl Newest {
     }
 
     /// Has the checkpoints stay, as the container starts without them.
-    pub fn keep(&self) {
-        if let Some(newest) = self.checkpoints.first()
-            && let Err(e) = self.place.keep_up_to(newest)
-        {
-            tracing::warn!("{}: newer ones may supersede it: {e}", newest.display());
-        }
+    ///
+    /// # Errors
+    /// The object storage does not answer: the container is not to start.
+    pub fn keep(&self) -> Result<(), Error> {
+        let Some(newest) = self.checkpoints.first() else {
+            return Ok(());
+        };
+        let kept = self.place.keep_up_to(newest);
+        kept.or_else(|e| match self.place.is_remote() {
+            true => Err(Error::not_started(format!("{}: {e}", self.name))),
+            false => {
+                tracing::warn!("{}: newer ones may supersede it: {e}", newest.display());
+                Ok(())
+            }
+        })
+    }
+
+    /// Returns true if the place did not answer: whether a checkpoint fits is not known.
+    pub fn is_unknown(&self) -> bool {
+        self.is_unknown.get()
     }
 
     /// Notes the container's lease, for its end on this host ([`delete`]), and has it renewed until then. `None`: it has
@@ -124,48 +151,30 @@ impl Newest {
         restore: impl Fn(&CheckpointName<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut damaged = Vec::new();
-        let not_started = |why| Error::not_started(format!("{by}: {why}"));
-        for path in &self.checkpoints {
-            let mut fetched = self.fetch(config, path).map_err(not_started)?;
-            let damage = loop {
-                // Copies that run write newer ones, which supersede it.
-                let held = fetched.and_then(|_| prune::hold(path).ok());
-                let Some(held) = held.filter(|_| path.exists()) else {
-                    break None;
-                };
-                let damage = match integrity::damage(config, path).map_err(not_started)? {
-                    Some(damage) => damage,
-                    None => {
-                        let named = CheckpointName {
-                            checkpoint: path.to_str().unwrap_or_default(),
-                            by,
-                            is_in_place: true,
-                        };
-                        let restored = restore(&named);
-                        let Err(e) = restored else { return restored };
-                        // The restore itself reads the GPU memory, and may have found what is wrong.
-                        match integrity::damage_of_vram(config, path) {
-                            Some(damage) => damage,
-                            None => return Err(e),
-                        }
+        let mut checkpoints = self.checkpoints.clone();
+        for _ in 0..TRIES {
+            let mut superseded = false;
+            for path in &checkpoints {
+                match self.restore_one(config, by, path, &restore)? {
+                    Tried::Restored(restored) => return Ok(restored),
+                    Tried::Superseded => superseded = true,
+                    Tried::Damaged(damage) => {
+                        let aside = self.place.set_aside(path);
+                        tracing::warn!(
+                            "{}: a checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
+                            path.display(),
+                            self.name,
+                            aside.display()
+                        );
+                        damaged.push(aside.display().to_string());
                     }
-                };
-                drop(held);
-                // Perhaps only this host's copy is.
-                if fetched == Some(true) || !self.place.discard_copy(path) {
-                    break Some(damage);
                 }
-                fetched = self.fetch(config, path).map_err(not_started)?;
-            };
-            let Some(damage) = damage else { continue };
-            let aside = self.place.set_aside(path);
-            tracing::warn!(
-                "{}: a checkpoint of {} is damaged ({damage}); it is kept as {}, and the one before it is taken",
-                path.display(),
-                self.name,
-                aside.display()
-            );
-            damaged.push(aside.display().to_string());
+            }
+            if !superseded {
+                break;
+            }
+            let newer = self.place.newest_first();
+            checkpoints = newer.map_err(|why| Error::not_started(format!("{by}: {why}")))?;
         }
         let mut none = format!("there is no checkpoint of {}", self.name);
         if !damaged.is_empty() {
@@ -174,11 +183,71 @@ impl Newest {
         Err(Error::not_started(none))
     }
 
-    /// Brings a checkpoint of object storage to this host: true if it was not here. `None`: newer ones supersede it.
-    fn fetch(&self, config: &Config, checkpoint: &Path) -> Result<Option<bool>, String> {
+    fn restore_one<T>(
+        &self,
+        config: &Config,
+        by: &'static str,
+        path: &Path,
+        restore: &impl Fn(&CheckpointName<'_>) -> Result<T, Error>,
+    ) -> Result<Tried<T>, Error> {
+        let not_started = |why| Error::not_started(format!("{by}: {why}"));
+        let mut is_copy_new = false;
+        loop {
+            match self.fetch(config, path).map_err(not_started)? {
+                FetchOutcome::Here => {}
+                FetchOutcome::Fetched => is_copy_new = true,
+                FetchOutcome::Gone => return Ok(Tried::Superseded),
+                FetchOutcome::Damaged(damage) => return Ok(Tried::Damaged(damage)),
+            }
+            // Copies that run write newer ones, which supersede it.
+            let held = prune::hold(path).ok().filter(|_| path.exists());
+            let Some(held) = held else {
+                return Ok(Tried::Superseded);
+            };
+            let damage = match integrity::damage(config, path).map_err(not_started)? {
+                Some(damage) => damage,
+                None => {
+                    let restored = restore(&CheckpointName {
+                        checkpoint: path.to_str().unwrap_or_default(),
+                        by,
+                        is_in_place: true,
+                    });
+                    let Err(e) = restored else {
+                        return restored.map(Tried::Restored);
+                    };
+                    // The restore itself reads the GPU memory, and may have found what is wrong.
+                    match integrity::damage_of_vram(config, path) {
+                        Some(damage) => damage,
+                        None => return Err(e),
+                    }
+                }
+            };
+            drop(held);
+            // Perhaps only this host's copy is.
+            if is_copy_new || !self.place.discard_copy(path) {
+                return Ok(Tried::Damaged(damage));
+            }
+            is_copy_new = true;
+        }
+    }
+
+    /// Brings a checkpoint of object storage to this host.
+    fn fetch(&self, config: &Config, checkpoint: &Path) -> Result<FetchOutcome, String> {
         // How much it is the storage alone knows.
         let until = Instant::now() + config.limits.restore(0);
-        self.place.fetch(checkpoint, &|| Instant::now() > until)
+        let fetched = self.place.fetch(checkpoint, &|| Instant::now() > until);
+        let fetched = fetched.and_then(|outcome| {
+            // It may have taken longer than the lease counts.
+            let taken = match (&outcome, self.limit) {
+                (FetchOutcome::Fetched, Some(_)) => self.place.taken_over(&self.me, true),
+                _ => Ok(None),
+            };
+            match taken.map_err(|e| e.to_string())? {
+                None => Ok(outcome),
+                Some(other) => Err(format!("{other} has taken the lease over")),
+            }
+        });
+        fetched.inspect_err(|_| self.is_unknown.set(true))
     }
 
     /// Gives the lease back: there is no container, or no longer.
@@ -210,6 +279,7 @@ fn find(
         me,
         lease,
         limit,
+        is_unknown: Cell::new(false),
     })
 }
 

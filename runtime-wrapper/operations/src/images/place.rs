@@ -4,6 +4,7 @@
 //! `.partial-NUMBER`, and gets its name when it is complete; one that is found damaged is `.damaged-NUMBER`. NAME is the container's own choice ([`name`]), as the next
 //! host makes a container with another id.
 
+pub mod copies;
 pub mod integrity;
 pub mod lease;
 mod objects;
@@ -12,11 +13,11 @@ pub mod remote;
 pub mod renewal;
 pub mod storage;
 
+use std::cell::Cell;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::format::names;
@@ -29,7 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::restore::{Asker, RestoreOptions, Rule};
 use crate::images::owners;
-use remote::RemotePlace;
+use remote::{RemotePlace, SendStage, UNSENT};
 
 /// Stands before a place where a container names its checkpoint, for the newest of the container's name.
 pub const NEWEST: &str = "latest:";
@@ -257,6 +258,11 @@ pub struct Place {
 }
 
 impl Place {
+    /// Returns true if the place is in object storage.
+    pub fn is_remote(&self) -> bool {
+        self.remote.is_some()
+    }
+
     /// Makes the directory if it is missing.
     fn make(&self) -> io::Result<()> {
         let made = DirBuilder::new().mode(0o700).create(&self.directory);
@@ -345,7 +351,9 @@ impl Place {
             fs::read_to_string(&writer).is_ok_and(|host| host == lease::this_host())
                 && matches!(lock_file(&writer), Ok(Some(_)))
         };
-        if age.is_ok_and(|age| age > RENAME_LIMIT || is_dead()) {
+        // To object storage it is sent first, which may take long.
+        let is_late = |age| age > RENAME_LIMIT && !partial.join(UNSENT).exists();
+        if age.is_ok_and(|age| is_late(age) || is_dead()) {
             let _ = fs::remove_file(writer);
             let _ = fs::rename(partial, self.complete(number));
         }
@@ -381,7 +389,7 @@ impl Place {
                 remove_all(&path)?;
                 continue;
             }
-            self.fetch_tables();
+            self.choose_parent(number, &path);
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
@@ -389,7 +397,7 @@ impl Place {
                 is_complete: false,
                 number,
                 place: self.clone(),
-                is_begun: AtomicBool::new(false),
+                stage: Cell::new(SendStage::Unsent),
             });
         }
         Err(io::Error::other("others take each next number"))
@@ -477,8 +485,7 @@ pub struct PartialCheckpoint {
     is_complete: bool,
     number: u64,
     place: Place,
-    /// Files were sent to object storage.
-    is_begun: AtomicBool,
+    stage: Cell<SendStage>,
 }
 
 impl PartialCheckpoint {
@@ -542,8 +549,7 @@ impl Drop for PartialCheckpoint {
             let _ = self.name();
             return;
         }
-        let is_begun = self.is_begun.load(Ordering::Relaxed);
-        self.place.unclaim(self.number, is_begun);
+        self.place.unclaim(self);
         drop(self.lock.take());
         if let Err(e) = remove_all(&self.path) {
             tracing::warn!("{}: cannot be removed: {e}", self.path.display());

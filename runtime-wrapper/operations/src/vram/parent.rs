@@ -19,7 +19,7 @@ use nix::fcntl::Flock;
 use crate::config::Config;
 use crate::config::vram::check_parent;
 use crate::error::Error;
-use crate::images::place::{self, prune, remote};
+use crate::images::place::{self, copies, prune};
 use crate::request::argv::Invocation;
 
 /// The annotation that overrides `vram.parent`.
@@ -46,11 +46,14 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<H
     let images = std::path::absolute(inv.image_path()).map_err(Error::io("the image directory"))?;
     let wish = spec.annotation(ANNOTATION);
     let wish = wish.or(config.vram.parent.as_deref()).map(str::trim);
+    // What is in object storage already is not sent again.
+    if let Some(parent) = copies::parent_of_partial(&images) {
+        let parent = parent.filter(|_| wish != Some("off"));
+        return Ok(first_usable(config, &images, parent));
+    }
     let directory = match wish {
         Some("off") => None,
         Some("auto") => return Ok(automatic(config, &images, &inv.id)),
-        // What is there already is not sent again.
-        None if remote::is_copy(&images) => return Ok(automatic(config, &images, &inv.id)),
         Some(path) => {
             check_parent(path).map_err(|e| Error::untouched(format!("{ANNOTATION}: {e}")))?;
             let found = present(Path::new(path));
@@ -83,6 +86,15 @@ fn automatic(config: &Config, images: &Path, id: &str) -> Option<HeldParent> {
         Some((place, name)) => newest_in_place(place, name),
         None => newest_beside(images, id),
     };
+    first_usable(config, images, candidates)
+}
+
+/// The same of these candidates.
+fn first_usable(
+    config: &Config,
+    images: &Path,
+    candidates: impl IntoIterator<Item = PathBuf>,
+) -> Option<HeldParent> {
     for directory in candidates {
         match usable(config, images, &directory) {
             // Not the next one where this has too many ancestors: all later ones would keep them.
@@ -204,8 +216,6 @@ fn complete_in(directory: &Path) -> Vec<(SystemTime, PathBuf)> {
         .take(MAX_SIBLINGS)
         // What a place has set aside as damaged, or is not complete.
         .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
-        // What is only here, of a place in object storage.
-        .filter(|entry| !entry.path().join(remote::UNSENT).exists())
         .filter_map(|entry| {
             let metadata = entry.path().join(names::METADATA);
             let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;

@@ -254,6 +254,9 @@ impl Place {
     ) -> Result<NameLease, String> {
         let at = |e: io::Error| format!("{}: {e}", self.shown());
         self.make().map_err(at)?;
+        if let Some(objects) = self.objects().map_err(at)? {
+            objects.check_conditional_writes().map_err(at)?;
+        }
         let me = &LeaseHolder {
             limit_s: limit.as_secs(),
             ..me.clone()
@@ -384,15 +387,16 @@ impl Place {
 
     /// Gives the lease back, if this container has it.
     pub fn give_back(&self, me: &LeaseHolder) -> io::Result<()> {
-        self.follow(me, true)
+        self.follow(me, true).map(drop)
     }
 
     /// Has the time limit of this container's lease begin anew: nobody takes it over while the checkpoint is written.
-    pub fn renew(&self, me: &LeaseHolder) -> io::Result<()> {
+    /// Returns the lease that counts now; `None`: this container has none.
+    pub fn renew(&self, me: &LeaseHolder) -> io::Result<Option<NameLease>> {
         self.follow(me, false)
     }
 
-    fn follow(&self, me: &LeaseHolder, given_back: bool) -> io::Result<()> {
+    fn follow(&self, me: &LeaseHolder, given_back: bool) -> io::Result<Option<NameLease>> {
         // The process that renews it, and one that gives it back, may meet.
         for _ in 0..TRIES {
             let (number, next) = match self.held()? {
@@ -403,10 +407,10 @@ impl Place {
                     };
                     (number + 1, next)
                 }
-                _ => return Ok(()),
+                _ => return Ok(None),
             };
-            if self.make_lease(number, &next)?.is_some() {
-                return Ok(());
+            if let Some(lease) = self.make_lease(number, &next)? {
+                return Ok(Some(lease));
             }
         }
         Err(io::Error::other("others take each next number"))

@@ -10,7 +10,7 @@ use cryopod_host::files::if_there;
 use serde::{Deserialize, Serialize};
 
 use super::storage::ObjectStorage;
-use super::{CLOCK, OF_ANOTHER_HOST, is_name, lease};
+use super::{CLOCK, OF_ANOTHER_HOST, copies, is_name, lease};
 
 pub(super) const COMPLETE: &str = "complete-";
 pub(super) const WRITING: &str = "writing-";
@@ -18,8 +18,11 @@ pub(super) const REMOVING: &str = "removing-";
 pub(super) const DAMAGED_THERE: &str = "damaged-";
 const NEEDED: &str = "needed-";
 const BY: &str = "-by-";
-pub(super) const MAX_LISTING: u64 = 1 << 20;
-const MAX_FILES: usize = 4096;
+const PROBE: &str = ".probe-";
+pub(super) const MAX_LISTING: u64 = 32 << 20;
+const MAX_FILES: usize = 200_000;
+/// No counter comes so far.
+const MAX_NUMBER: u64 = 1 << 40;
 
 /// The files of a checkpoint in object storage.
 #[derive(Debug, Serialize, Deserialize)]
@@ -55,11 +58,20 @@ impl ObjectListing {
                 return Err(io::Error::other(why));
             }
         }
+        if files.len() > MAX_FILES {
+            return Err(io::Error::other(format!("more than {MAX_FILES} files")));
+        }
         Ok(Self {
             version: 1,
             files,
             upon,
         })
+    }
+
+    /// Returns the size of all files.
+    pub(super) fn bytes(&self) -> u64 {
+        let sizes = self.files.iter().map(|file| file.bytes);
+        sizes.fold(0, u64::saturating_add)
     }
 
     pub(super) fn parse(key: &str, text: &[u8]) -> io::Result<Self> {
@@ -120,13 +132,43 @@ impl NamedObjects<'_> {
         Ok(if_there(written)?.is_some())
     }
 
+    /// Returns the key of an object of this process.
+    fn own_key(&self, prefix: &str) -> String {
+        let host = Digest::of(lease::this_host().as_bytes());
+        self.key(&format!(
+            "{prefix}{}-{}",
+            &host.hex()[..16],
+            std::process::id()
+        ))
+    }
+
+    /// Checks that the storage makes an object once: leases rely on it.
+    pub(super) fn check_conditional_writes(&self) -> io::Result<()> {
+        let probe = self.own_key(PROBE);
+        self.storage.create(&probe, b"")?;
+        let again = self.storage.create(&probe, b"");
+        self.storage.remove(&probe)?;
+        match again? {
+            false => Ok(()),
+            true => Err(io::Error::other(
+                "this storage ignores `If-None-Match`, so it holds no leases; use another, or dev.cryopod.copies=many",
+            )),
+        }
+    }
+
+    /// Gives up what a checkpoint was to build upon.
+    pub(super) fn release(&self, number: u64, partial: &Path) -> io::Result<()> {
+        let Some(upon) = copies::upon(partial)? else {
+            return Ok(());
+        };
+        self.storage.remove(&self.need(number, &upon)?)?;
+        fs::remove_file(partial.join(copies::UPON))
+    }
+
     /// How long ago an object was written, by the storage's clock.
     fn age(&self, object: &str) -> io::Result<Duration> {
         let written = self.storage.written(&self.key(object))?;
-        let clock = self.key(&format!(
-            "{CLOCK}{}",
-            Digest::of(lease::this_host().as_bytes()).hex()
-        ));
+        let clock = self.own_key(CLOCK);
         self.storage.write(&clock, b"")?;
         let now = self.storage.written(&clock);
         let _ = self.storage.remove(&clock);
@@ -172,7 +214,8 @@ impl NamedObjects<'_> {
                 storage: self.storage,
                 name,
             };
-            if other.is_there(COMPLETE, number)? || other.is_there(WRITING, number)? {
+            // In this order: it is made complete before its claim is removed.
+            if other.is_there(WRITING, number)? || other.is_there(COMPLETE, number)? {
                 return Ok(true);
             }
             self.storage.remove(&self.key(&object))?;
@@ -216,7 +259,8 @@ impl NamedObjects<'_> {
 pub(super) fn numbers_of(names: &[String], prefix: &str) -> Vec<u64> {
     let digits = names.iter().filter_map(|name| name.strip_prefix(prefix));
     let digits = digits.filter(|d| !d.is_empty() && d.bytes().all(|b| b.is_ascii_digit()));
-    let mut found: Vec<_> = digits.filter_map(|d| d.parse().ok()).collect();
+    let numbers = digits.filter_map(|d| d.parse().ok());
+    let mut found: Vec<_> = numbers.filter(|n| *n < MAX_NUMBER).collect();
     found.sort_unstable();
     found
 }

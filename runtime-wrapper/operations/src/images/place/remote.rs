@@ -17,52 +17,37 @@
 //! then looks for `needed`. Storage that shows each write at once lets one of the two see the other.
 
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, ErrorKind};
+use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Instant;
 
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
 use cryopod_archive::vram::parent::WantedParent;
-use cryopod_host::files::{if_there, read_bounded};
-use nix::fcntl::Flock;
+use cryopod_host::files::if_there;
 use serde::{Deserialize, Serialize};
 
 use super::objects::{
-    COMPLETE, DAMAGED_THERE, MAX_LISTING, NamedObjects, ObjectFile, ObjectListing, REMOVING,
-    WRITING, name_and_number, numbers_of,
+    COMPLETE, DAMAGED_THERE, MAX_LISTING, NamedObjects, ObjectListing, REMOVING, WRITING,
+    numbers_of,
 };
 use super::prune::KEPT;
 use super::storage::{ObjectStorage, Stops, Transfer};
-use super::{DAMAGED, PartialCheckpoint, Place, lock_file, remove_all};
+use super::{PartialCheckpoint, Place, copies};
 
 /// The host's directories of places in object storage.
 const COPIES: &str = "/var/lib/cryopod/places";
-/// So long a checkpoint stays there that nobody uses.
-const UNUSED: Duration = Duration::from_secs(24 * 3600);
 /// The file in a checkpoint of the host's directory that is nowhere else yet.
 pub const UNSENT: &str = ".unsent";
-/// The file in one of which only the tables were fetched: another builds upon it.
-const TABLES_ONLY: &str = ".tables-only";
-/// The file that has the `NAME/NUMBER` upon which one builds.
-const UPON: &str = ".upon";
-const FETCHED: &str = ".fetched-";
-/// The file that is locked while a checkpoint of the name is fetched.
-const FETCHING: &str = ".fetching";
-/// What another checkpoint builds upon: the tables, and not the shards.
-const TABLES: [&str; 2] = [names::METADATA, names::VRAM_INDEX];
-const MAX_UPON: u64 = 512;
-/// So many other names are asked for a checkpoint to build upon.
-const MAX_OTHERS: usize = 16;
-/// The longest chain of checkpoints that build upon each other.
-const MAX_ANCESTORS: usize = 1024;
 
-/// Returns true if an image directory is one of a place in object storage.
-pub fn is_copy(images: &Path) -> bool {
-    images.starts_with(COPIES)
+/// How far a checkpoint has come into object storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SendStage {
+    Unsent,
+    Sending,
+    Publishing,
 }
 
 /// A place in object storage.
@@ -89,7 +74,7 @@ impl RemotePlace {
             .recursive(true)
             .mode(0o700)
             .create(&directory)?;
-        Ok(directory)
+        directory.canonicalize()
     }
 
     fn storage(&self) -> io::Result<&ObjectStorage> {
@@ -131,8 +116,10 @@ impl Place {
         let Some(objects) = self.objects()? else {
             return Ok(own);
         };
-        let mut all = objects.numbers(COMPLETE)?;
-        let unsent = |number: &u64| self.complete(*number).join(UNSENT).exists();
+        let names = objects.storage.names(objects.name)?;
+        let (mut all, claimed) = (numbers_of(&names, COMPLETE), numbers_of(&names, WRITING));
+        // Without its claim it is of a place that was emptied since.
+        let unsent = |n: &u64| claimed.contains(n) && self.complete(*n).join(UNSENT).exists();
         all.extend(own.into_iter().filter(unsent));
         all.sort_unstable();
         all.dedup();
@@ -163,159 +150,26 @@ impl Place {
         objects.storage.create(&claim, host.as_bytes())
     }
 
-    /// Gives a number up. If files were sent, the claim stays for a day: what is under way must not reach the next one.
-    pub(super) fn unclaim(&self, number: u64, is_begun: bool) {
+    /// Gives a number up. What is under way must not reach the next one: once files were sent, the claim stays for a day.
+    pub(super) fn unclaim(&self, partial: &PartialCheckpoint) {
         let given_up = self.objects().and_then(|objects| match objects {
-            None => Ok(()),
-            Some(objects) if is_begun => objects.remove_files(number),
-            Some(objects) => objects.storage.remove(&objects.numbered(WRITING, number)),
-        });
-        if let Err(e) = given_up {
-            tracing::warn!("{}: {number:06} is not removed: {e}", self.shown());
-        }
-    }
-
-    /// Brings the tables of the checkpoint that the next one can build upon: the newest of the name, else of the name that
-    /// has most in common with it.
-    pub(super) fn fetch_tables(&self) {
-        let fetched = self.objects().and_then(|objects| match objects {
-            None => Ok(()),
-            Some(objects) => self.fetch_tables_of(&objects),
-        });
-        if let Err(e) = fetched {
-            tracing::warn!("{}: this checkpoint builds upon none: {e}", self.shown());
-        }
-    }
-
-    fn fetch_tables_of(&self, objects: &NamedObjects<'_>) -> io::Result<()> {
-        let never: Stops<'_> = &|| false;
-        if let Some(newest) = objects.numbers(COMPLETE)?.pop() {
-            return self.bring(newest, false, never).map(drop);
-        }
-        let common = |other: &String| super::common_beginning(objects.name, other);
-        let mut others = objects.storage.directories("")?;
-        others.retain(|o| super::is_name(o) && o != objects.name && common(o).is_some());
-        others.sort_by_key(|other| std::cmp::Reverse(common(other)));
-        for other in others.iter().take(MAX_OTHERS) {
-            let other = self.of_name(other);
-            let Some(objects) = other.objects()? else {
-                return Ok(());
-            };
-            for number in objects.numbers(COMPLETE)?.into_iter().rev() {
-                // As in a directory: only upon one that needs no other.
-                if objects.listing(number)?.upon.is_none() {
-                    return other.bring(number, false, never).map(drop);
+            // It may be a checkpoint.
+            Some(_) if partial.stage.get() == SendStage::Publishing => Ok(()),
+            Some(objects) => {
+                objects.release(partial.number, &partial.path)?;
+                match partial.stage.get() {
+                    SendStage::Unsent => {
+                        let claim = objects.numbered(WRITING, partial.number);
+                        objects.storage.remove(&claim)
+                    }
+                    _ => objects.remove_files(partial.number),
                 }
             }
+            None => Ok(()),
+        });
+        if let Err(e) = given_up {
+            tracing::warn!("{}: not removed: {e}", partial.shown());
         }
-        Ok(())
-    }
-
-    fn of_name(&self, name: &str) -> Self {
-        Self {
-            directory: self.directory.with_file_name(name),
-            remote: self.remote.clone(),
-        }
-    }
-
-    /// Brings a checkpoint to this host, with all that it builds upon. Returns true if it was not here; `None`: it is not
-    /// there any more.
-    pub fn fetch(&self, checkpoint: &Path, stops: Stops<'_>) -> Result<Option<bool>, String> {
-        if self.remote.is_none() || checkpoint.join(UNSENT).exists() {
-            return Ok(Some(false));
-        }
-        let number = checkpoint
-            .file_name()
-            .and_then(|name| name.to_str()?.parse().ok());
-        let number = number.ok_or_else(|| format!("{}: no number", checkpoint.display()))?;
-        sweep_copies(self.directory.parent().unwrap_or(&self.directory));
-        match self.bring(number, true, stops) {
-            Ok(fetched) => Ok(Some(fetched)),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) if e.kind() == ErrorKind::Interrupted => Err(format!(
-                "{}/{number:06}: not fetched in time; raise limits.restore_s",
-                self.shown()
-            )),
-            Err(e) => Err(format!("{}/{number:06}: {e}", self.shown())),
-        }
-    }
-
-    /// Removes the host's copy of a checkpoint; false: there is no other.
-    pub fn discard_copy(&self, checkpoint: &Path) -> bool {
-        let is_copy = self.remote.is_some() && !checkpoint.join(UNSENT).exists();
-        is_copy && remove_all(checkpoint).is_ok()
-    }
-
-    fn bring(&self, number: u64, whole: bool, stops: Stops<'_>) -> io::Result<bool> {
-        let (mut place, mut number) = (self.clone(), number);
-        let mut fetched = false;
-        for _ in 0..MAX_ANCESTORS {
-            fetched |= place.bring_one(number, whole, stops)?;
-            let upon = read_bounded(&place.complete(number).join(UPON), MAX_UPON);
-            let Some(upon) = if_there(upon)? else {
-                return Ok(fetched);
-            };
-            let upon = String::from_utf8(upon).map_err(io::Error::other)?;
-            let upon = name_and_number(&upon)
-                .ok_or_else(|| io::Error::other(format!("{upon:?} is no NAME/NUMBER")))?;
-            (place, number) = (self.of_name(upon.0), upon.1);
-        }
-        Err(io::Error::other("a chain of checkpoints without end"))
-    }
-
-    fn bring_one(&self, number: u64, whole: bool, stops: Stops<'_>) -> io::Result<bool> {
-        self.make()?;
-        let fetching = self.directory.join(FETCHING);
-        let _one_at_a_time = wait_for_lock(&fetching, stops)?;
-        let copy = self.complete(number);
-        let is_here = copy.join(names::METADATA).exists();
-        if is_here && !(whole && copy.join(TABLES_ONLY).exists()) {
-            return Ok(false);
-        }
-        let Some(objects) = self.objects()? else {
-            return Ok(false);
-        };
-        let listing = objects.listing(number)?;
-        let made = self.directory.join(format!("{FETCHED}{number:06}"));
-        if_there(fs::remove_dir_all(&made))?;
-        DirBuilder::new().mode(0o700).create(&made)?;
-        let transfer = |file: &ObjectFile| Transfer {
-            key: objects.key(&format!("{number:06}/{}", file.name)),
-            file: made.join(&file.name),
-            bytes: file.bytes,
-        };
-        let (now, later): (Vec<_>, Vec<_>) = listing
-            .files
-            .iter()
-            .partition(|file| whole || TABLES.contains(&file.name.as_str()));
-        let now: Vec<_> = now.into_iter().map(transfer).collect();
-        objects.storage.fetch(&now, stops)?;
-        for file in later {
-            // Of the right size, and takes no space.
-            File::create_new(made.join(&file.name))?.set_len(file.bytes)?;
-        }
-        if !whole {
-            File::create(made.join(TABLES_ONLY))?;
-        }
-        // Written after the checkpoint, or not at all.
-        let digests = objects.key(&format!("{number:06}/{}", names::LISTING));
-        if let Some(text) = if_there(objects.storage.read(&digests, MAX_LISTING))? {
-            fs::write(made.join(names::LISTING), text)?;
-        }
-        if let Some(upon) = &listing.upon {
-            objects.need(number, upon)?;
-            fs::write(made.join(UPON), upon)?;
-        }
-        if is_here {
-            let tables = self.directory.join(format!("{FETCHED}tables-{number:06}"));
-            fs::rename(&copy, &tables)?;
-            fs::rename(&made, &copy)?;
-            remove_all(&tables)?;
-        } else {
-            if_there(fs::remove_dir_all(&copy))?;
-            fs::rename(&made, &copy)?;
-        }
-        Ok(true)
     }
 
     /// Sends a checkpoint whose files are all there. [`Self::publish`] makes it one.
@@ -332,21 +186,8 @@ impl Place {
         };
         let (path, number) = (partial.path(), partial.number);
         let listing = ObjectListing::of(path, self.upon(path)?)?;
-        if let Some(upon) = &listing.upon {
-            fs::write(path.join(UPON), upon)?;
-            let need = objects.need(number, upon)?;
-            objects.storage.write(&need, b"")?;
-            let (name, parent) = name_and_number(upon).unwrap_or_default();
-            let parent_of = NamedObjects {
-                storage: objects.storage,
-                name,
-            };
-            if parent_of.is_there(REMOVING, parent)? || !parent_of.is_there(COMPLETE, parent)? {
-                objects.storage.remove(&need)?;
-                return Err(io::Error::other(format!(
-                    "{upon}, which it builds upon, is being removed"
-                )));
-            }
+        if listing.upon.is_none() {
+            objects.release(number, path)?;
         }
         let files = listing.files.iter().map(|file| Transfer {
             key: objects.key(&format!("{number:06}/{}", file.name)),
@@ -354,37 +195,35 @@ impl Place {
             bytes: file.bytes,
         });
         let files: Vec<_> = files.collect();
-        partial.is_begun.store(true, Ordering::Relaxed);
-        let (bytes, since) = (
-            files.iter().map(|file| file.bytes).sum::<u64>(),
-            Instant::now(),
-        );
+        partial.stage.set(SendStage::Sending);
+        let since = Instant::now();
         objects.storage.send(&files, stops)?;
         tracing::info!(
             "{}/{number:06}: {} MiB sent in {} ms",
             self.shown(),
-            bytes >> 20,
+            listing.bytes() >> 20,
             since.elapsed().as_millis()
         );
         Ok(Some(listing))
     }
 
-    /// Returns the checkpoint of the place that this one builds upon, by the table of its GPU memory.
+    /// Returns the checkpoint of the place that this one builds upon: the one that was chosen, if its table says so.
     fn upon(&self, checkpoint: &Path) -> io::Result<Option<String>> {
-        let table = checkpoint.join(names::VRAM_INDEX);
-        let Some(table) = if_there(fs::read(table))? else {
+        let Some(table) = if_there(fs::read(checkpoint.join(names::VRAM_INDEX)))? else {
             return Ok(None);
         };
-        let parent = WantedParent::of(&table, Some(checkpoint)).map_err(io::Error::other)?;
-        let Some(parent) = parent else {
+        let wanted = WantedParent::of(&table, Some(checkpoint)).map_err(io::Error::other)?;
+        let Some(wanted) = wanted else {
             return Ok(None);
         };
-        let root = self.directory.parent().unwrap_or(&self.directory);
-        let found = parent.find(&[]).and_then(|at| at.canonicalize().ok());
-        let upon = found.and_then(|at| Some(at.strip_prefix(root).ok()?.to_str()?.to_owned()));
-        let upon = upon.filter(|upon| name_and_number(upon).is_some());
-        upon.map(Some)
-            .ok_or_else(|| io::Error::other("what it builds upon is not in the place"))
+        let elsewhere = || io::Error::other("what it builds upon is not in the place");
+        let upon = copies::upon(checkpoint)?.ok_or_else(elsewhere)?;
+        let chosen = copies::root(checkpoint).join(&upon).canonicalize()?;
+        let found = wanted.find(&[]).and_then(|at| at.canonicalize().ok());
+        match found == Some(chosen) {
+            true => Ok(Some(upon)),
+            false => Err(elsewhere()),
+        }
     }
 
     /// Makes what was sent a checkpoint.
@@ -399,11 +238,16 @@ impl Place {
         let (path, number) = (partial.path(), partial.number);
         let text = serde_json::to_vec(&listing)?;
         let complete = objects.numbered(COMPLETE, number);
-        if !objects.storage.create(&complete, &text)? {
-            return Err(io::Error::other(format!(
-                "{complete}: another host has made it"
-            )));
+        partial.stage.set(SendStage::Publishing);
+        let made = objects.storage.create(&complete, &text);
+        // A request that is repeated finds what the first one made.
+        if !matches!(made, Ok(true))
+            && objects.storage.read(&complete, MAX_LISTING).ok().as_ref() != Some(&text)
+        {
+            let other = || io::Error::other(format!("{complete}: another host has made it"));
+            return Err(made.err().unwrap_or_else(other));
         }
+        copies::note_identity(path, &text)?;
         let _ = fs::remove_file(path.join(UNSENT));
         if let Err(e) = objects.storage.remove(&objects.numbered(WRITING, number)) {
             tracing::warn!("{complete}: {e}");
@@ -422,8 +266,8 @@ impl Place {
                 .storage
                 .write(&objects.key(&format!("{number}/{}", names::LISTING)), &text)?;
         }
-        let Some(keep) = keep else { return Ok(()) };
         objects.sweep()?;
+        let Some(keep) = keep else { return Ok(()) };
         let kept = objects.numbers(KEPT)?.pop().unwrap_or(0);
         let mut old = objects.numbers(COMPLETE)?;
         old.retain(|number| *number > kept);
@@ -460,38 +304,6 @@ impl Place {
             .storage
             .write(&objects.numbered(DAMAGED_THERE, number), &text)?;
         objects.storage.remove(&key)
-    }
-}
-
-/// Locks a file, as soon as no other process has it locked.
-fn wait_for_lock(path: &Path, stops: Stops<'_>) -> io::Result<Flock<File>> {
-    File::options().create(true).append(true).open(path)?;
-    loop {
-        match lock_file(path)? {
-            Some(lock) => return Ok(lock),
-            None if stops() => return Err(ErrorKind::Interrupted.into()),
-            None => std::thread::sleep(Duration::from_millis(50)),
-        }
-    }
-}
-
-/// Removes the host's copies that nobody has used for [`UNUSED`].
-fn sweep_copies(root: &Path) {
-    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten();
-    for checkpoint in entries(root).flat_map(|name| entries(&name.path())) {
-        let path = checkpoint.path();
-        let record = path.join(names::METADATA);
-        let name = checkpoint.file_name();
-        let is_left = name.as_encoded_bytes().starts_with(DAMAGED.as_bytes());
-        let written = fs::symlink_metadata(&record).and_then(|meta| meta.modified());
-        let age = written
-            .ok()
-            .and_then(|at| SystemTime::now().duration_since(at).ok());
-        let unused = age.is_some_and(|age| age > UNUSED) && !is_left && !path.join(UNSENT).exists();
-        if unused && matches!(lock_file(&record), Ok(Some(_))) {
-            tracing::info!("{}: removed, it is in object storage", path.display());
-            let _ = remove_all(&path);
-        }
     }
 }
 

@@ -64,7 +64,8 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
     let note = note.metadata().map_err(|e| e.to_string())?.ino();
     let (place, me) = lease::read_note(path).ok_or("the note cannot be read")?;
     let (mut made, mut renewed) = (Instant::now(), RenewalTime::now());
-    let mut lock = io::stdin().as_fd().try_clone_to_owned().ok();
+    let lock = io::stdin().as_fd().try_clone_to_owned().ok();
+    let mut lock = lock.map(File::from);
     let null = File::open("/dev/null").map_err(|e| e.to_string())?;
     nix::unistd::dup2_stdin(&null).map_err(|e| e.to_string())?;
     loop {
@@ -81,7 +82,11 @@ fn keep(path: &Path, limit: Duration, maker: u64) -> Result<(), String> {
             return Ok(());
         }
         if renewed.elapsed() >= lease::period(limit) {
-            renew(&place, &me)?;
+            let lease = renew(&place, &me)?;
+            // Until the container exists, its maker has the lock of the lease that counts.
+            if lock.is_some() {
+                lock = lease.and_then(|lease| lease.share().ok()).or(lock);
+            }
             renewed = RenewalTime::now();
         }
     }
@@ -101,17 +106,18 @@ impl RenewalTime {
     }
 }
 
-fn renew(place: &Place, me: &LeaseHolder) -> Result<(), String> {
+fn renew(place: &Place, me: &LeaseHolder) -> Result<Option<NameLease>, String> {
     match place.taken_over(me, true) {
         Ok(None) => {}
         Ok(Some(other)) => return Err(format!("{other} has it")),
         Err(e) => {
             tracing::warn!("{e}");
-            return Ok(());
+            return Ok(None);
         }
     }
-    if let Err(e) = place.renew(me) {
+    let renewed = place.renew(me);
+    Ok(renewed.unwrap_or_else(|e| {
         tracing::warn!("the lease is not renewed: {e}");
-    }
-    Ok(())
+        None
+    }))
 }

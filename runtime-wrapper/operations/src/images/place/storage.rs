@@ -37,6 +37,8 @@ const MAX_PARTS: u64 = 10_000;
 /// Of one request with its body, and of all its repetitions.
 const REQUEST_LIMIT: Duration = Duration::from_secs(60);
 const RETRY_LIMIT: Duration = Duration::from_secs(30);
+/// Of a request for what is small, with its repetitions: a container may stand still meanwhile.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// How often a transfer looks whether it is to stop.
 const LOOK: Duration = Duration::from_millis(50);
@@ -116,7 +118,7 @@ impl ObjectStorage {
     fn list(&self, directory: &str) -> io::Result<object_store::ListResult> {
         let prefix = (!directory.is_empty()).then(|| Key::from(directory));
         let listed = self.store.list_with_delimiter(prefix.as_ref());
-        self.wait(&|| false, async { listed.await.map_err(error) })
+        self.answer(async { listed.await.map_err(error) })
     }
 
     /// Returns a small object.
@@ -124,7 +126,7 @@ impl ObjectStorage {
     /// # Errors
     /// There is none ([`ErrorKind::NotFound`]), or it is larger than `most` bytes.
     pub fn read(&self, key: &str, most: u64) -> io::Result<Vec<u8>> {
-        self.wait(&|| false, async {
+        self.answer(async {
             let found = self.store.get(&Key::from(key)).await.map_err(error)?;
             if found.meta.size > most {
                 let why = format!("{key}: more than {most} bytes");
@@ -137,7 +139,7 @@ impl ObjectStorage {
     /// Makes an object; false: there is one.
     pub fn create(&self, key: &str, text: &[u8]) -> io::Result<bool> {
         let text = PutPayload::from(text.to_vec());
-        let made = self.wait(&|| false, async {
+        let made = self.answer(async {
             let key = Key::from(key);
             let put = self.store.put_opts(&key, text, PutMode::Create.into());
             put.await.map_err(error)
@@ -151,7 +153,7 @@ impl ObjectStorage {
     /// Makes an object, or writes it anew.
     pub fn write(&self, key: &str, text: &[u8]) -> io::Result<()> {
         let text = PutPayload::from(text.to_vec());
-        self.wait(&|| false, async {
+        self.answer(async {
             let put = self.store.put(&Key::from(key), text).await;
             put.map(drop).map_err(error)
         })
@@ -159,7 +161,7 @@ impl ObjectStorage {
 
     /// Returns when an object was written, by the storage's clock.
     pub fn written(&self, key: &str) -> io::Result<SystemTime> {
-        self.wait(&|| false, async {
+        self.answer(async {
             let found = self.store.head(&Key::from(key)).await.map_err(error)?;
             Ok(found.last_modified.into())
         })
@@ -167,9 +169,8 @@ impl ObjectStorage {
 
     /// Removes an object, if there is one.
     pub fn remove(&self, key: &str) -> io::Result<()> {
-        let removed = self.wait(&|| false, async {
-            self.store.delete(&Key::from(key)).await.map_err(error)
-        });
+        let removed =
+            self.answer(async { self.store.delete(&Key::from(key)).await.map_err(error) });
         if_there(removed).map(drop)
     }
 
@@ -203,13 +204,30 @@ impl ObjectStorage {
             // Dropped, it ends those that are under way.
             let mut running = JoinSet::new();
             for transfer in all {
+                // Each has a file open.
+                while running.len() >= AT_ONCE
+                    && let Some(done) = running.join_next().await
+                {
+                    done.map_err(io::Error::other)??;
+                }
                 running.spawn(one(self.store.clone(), permits.clone(), transfer.clone()));
             }
             joined(&mut running).await
         })
     }
 
-    /// Waits for an answer.
+    /// Waits for a small answer.
+    fn answer<T>(&self, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        self.runtime.block_on(async {
+            let answered = tokio::time::timeout(ANSWER_LIMIT, work).await;
+            answered.unwrap_or_else(|_| {
+                let why = format!("no answer within {} s", ANSWER_LIMIT.as_secs());
+                Err(io::Error::new(ErrorKind::TimedOut, why))
+            })
+        })
+    }
+
+    /// Waits for a transfer.
     fn wait<T>(
         &self,
         stops: Stops<'_>,
@@ -359,7 +377,8 @@ async fn fetch(
             let _permit = permit;
             let part = store.get_range(&key, at..end).await.map_err(error)?;
             if part.len() as u64 != end - at {
-                return Err(io::Error::other(format!("{key}: it has become shorter")));
+                let why = format!("{key}: it has become shorter");
+                return Err(io::Error::new(ErrorKind::InvalidData, why));
             }
             let write = move || file.write_all_at(&part, at);
             let written = tokio::task::spawn_blocking(write);

@@ -1,7 +1,10 @@
 use super::*;
+use crate::images::place::copies::FetchOutcome;
 use crate::images::place::lease::LeaseHolder;
+use crate::images::place::objects::name_and_number;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use object_store::memory::InMemory;
+use std::time::Duration;
 use tempfile::TempDir;
 
 const NEVER: Stops<'static> = &|| false;
@@ -65,8 +68,12 @@ fn what_one_host_sends_another_fetches() {
     assert_eq!(numbers(&there), ["2", "1"]);
     assert!(!there[0].exists());
     let place = b.place("job");
-    assert_eq!(place.fetch(&there[0], NEVER), Ok(Some(true)));
-    assert_eq!(place.fetch(&there[0], NEVER), Ok(Some(false)), "it is here");
+    assert_eq!(place.fetch(&there[0], NEVER), Ok(FetchOutcome::Fetched));
+    assert_eq!(
+        place.fetch(&there[0], NEVER),
+        Ok(FetchOutcome::Here),
+        "it is here"
+    );
     let fetched = fs::read(there[0].join("pages-1.img")).unwrap();
     assert_eq!(fetched, b"second");
     assert!(place.discard_copy(&there[0]) && !there[0].exists());
@@ -77,7 +84,7 @@ fn what_one_host_sends_another_fetches() {
     let left = a.place("job").newest_first().unwrap();
     assert_eq!(numbers(&left), ["3", "2"]);
     let gone = b.place("job").fetch(&place.complete(1), NEVER);
-    assert_eq!(gone, Ok(None));
+    assert_eq!(gone, Ok(FetchOutcome::Gone));
 }
 
 #[test]
@@ -88,7 +95,7 @@ fn what_is_not_sent_is_this_hosts_alone() {
     drop(write(&place, "its container was killed"));
     let here = place.newest_first().unwrap();
     assert_eq!(numbers(&here), ["1"]);
-    assert_eq!(place.fetch(&here[0], NEVER), Ok(Some(false)));
+    assert_eq!(place.fetch(&here[0], NEVER), Ok(FetchOutcome::Here));
     assert!(!place.discard_copy(&here[0]), "there is no other");
     assert!(b.place("job").newest_first().unwrap().is_empty());
     let partial = write(&place, "its container went on");
@@ -172,4 +179,79 @@ fn a_listing_names_files_of_its_checkpoint_alone() {
         assert_eq!(name_and_number(bad), None, "{bad}");
     }
     assert_eq!(name_and_number("web-1/000012"), Some(("web-1", 12)));
+}
+
+#[test]
+fn what_is_damaged_there_is_told_and_what_was_made_anew_is_fetched_anew() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    complete(&a.place("job"), "old");
+    let place = b.place("job");
+    let first = place.complete(1);
+    assert_eq!(place.fetch(&first, NEVER), Ok(FetchOutcome::Fetched));
+    // Another one of this number, in a place that was emptied.
+    let objects = place.objects().unwrap().unwrap();
+    objects.storage.remove("job/complete-000001").unwrap();
+    let c = OneHost::of(&store);
+    complete(&c.place("job"), "a new one");
+    assert_eq!(place.fetch(&first, NEVER), Ok(FetchOutcome::Fetched));
+    assert_eq!(fs::read(first.join("pages-1.img")).unwrap(), b"a new one");
+    objects.storage.remove("job/000001/pages-1.img").unwrap();
+    assert_eq!(place.fetch(&first, NEVER), Ok(FetchOutcome::Here));
+    assert!(place.discard_copy(&first));
+    let told = place.fetch(&first, NEVER).unwrap();
+    assert!(matches!(told, FetchOutcome::Damaged(why) if why.contains("job/000001")));
+    assert!(!first.exists());
+    let left = fs::read_dir(first.parent().unwrap()).unwrap().flatten();
+    let left: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert_eq!(left, [".fetching"], "no half of one");
+}
+
+#[test]
+fn a_checkpoint_that_was_published_keeps_its_files() {
+    let store = Arc::new(InMemory::new());
+    let host = OneHost::of(&store);
+    let place = host.place("job");
+    let partial = write(&place, "sent");
+    let sent = place.send(&partial, NEVER).unwrap();
+    let objects = place.objects().unwrap().unwrap();
+    // The first of two requests came through, whose answer was lost.
+    let text = serde_json::to_vec(sent.as_ref().unwrap()).unwrap();
+    objects.storage.write("job/complete-000001", &text).unwrap();
+    place.publish(&partial, sent).unwrap();
+    partial.complete().unwrap();
+    let partial = write(&place, "another's");
+    let sent = place.send(&partial, NEVER).unwrap();
+    objects
+        .storage
+        .write("job/complete-000002", b"other")
+        .unwrap();
+    assert!(place.publish(&partial, sent).is_err());
+    partial.discard();
+    drop(partial);
+    let files = objects.storage.names("job/000002").unwrap();
+    assert!(files.contains(&"pages-1.img".to_owned()), "{files:?}");
+}
+
+#[test]
+fn what_may_be_built_upon_stays_as_long() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    let first = complete(&a.place("web-1"), "first");
+    let partial = b.place("web-2").begin().unwrap();
+    let chosen = copies::parent_of_partial(partial.path()).unwrap().unwrap();
+    assert_eq!(chosen, b.place("web-1").complete(1));
+    assert!(chosen.join(".tables-only").exists());
+    let second = complete(&a.place("web-1"), "second");
+    let place = a.place("web-1");
+    place.completed_there(&second, Some(1)).unwrap();
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2", "1"]);
+    drop(partial);
+    place.completed_there(&second, Some(1)).unwrap();
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2"]);
+    // This host's copy is not chosen when it is gone there.
+    assert!(first.exists() && chosen.exists());
+    let partial = b.place("web-2").begin().unwrap();
+    let chosen = copies::parent_of_partial(partial.path()).unwrap().unwrap();
+    assert_eq!(chosen, b.place("web-1").complete(2));
 }
