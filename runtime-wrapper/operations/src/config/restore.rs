@@ -9,10 +9,11 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::config::tenant::Tenant;
-use crate::images::place::storage;
 
 /// What an image in a registry is named with.
 pub const REGISTRY: &str = "docker://";
+/// What a place in object storage begins with.
+pub const OBJECTS: &str = "s3://";
 /// In a list of namespaces: all of them.
 const ANY: &str = "*";
 
@@ -113,7 +114,7 @@ impl Rule {
     }
 
     fn is_object_storage(&self) -> bool {
-        self.from.starts_with(storage::SCHEME)
+        self.from.starts_with(OBJECTS)
     }
 
     /// Returns true if the rule has this place in object storage: its bucket, or what its name begins with up to a `/`.
@@ -135,7 +136,7 @@ impl Rule {
             ));
         }
         if self.is_object_storage() {
-            storage::check(&self.from)?;
+            bucket_and_prefix(&self.from)?;
         }
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
@@ -170,12 +171,29 @@ impl RestoreOptions {
         match rules.find(|rule| rule.from.starts_with(REGISTRY)) {
             Some(rule) => Err(format!(
                 "{} is no directory, and no {}BUCKET",
-                rule.from,
-                storage::SCHEME
+                rule.from, OBJECTS
             )),
             None => self.check(),
         }
     }
+}
+
+/// Returns the bucket and the prefix of a place in object storage.
+pub fn bucket_and_prefix(url: &str) -> Result<(&str, &str), String> {
+    let wrong = || format!("{url}: not {OBJECTS}BUCKET[/PREFIX]");
+    let rest = url.strip_prefix(OBJECTS).ok_or_else(wrong)?;
+    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-.".contains(&b);
+    let is_bucket = (3..=63).contains(&bucket.len()) && bucket.bytes().all(plain);
+    let prefix = prefix.trim_end_matches('/');
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/".contains(&b);
+    let parts = prefix
+        .split('/')
+        .all(|p| !p.is_empty() && !p.starts_with('.'));
+    let is_prefix = prefix.is_empty() || parts && prefix.bytes().all(plain);
+    (is_bucket && is_prefix)
+        .then_some((bucket, prefix))
+        .ok_or_else(wrong)
 }
 
 /// A text, or a table. Not an untagged enum, whose errors name neither key nor reason.
@@ -276,6 +294,25 @@ mod tests {
             let admitted: Vec<_> = tenants.iter().filter(|(_, t)| rule.admits(t)).collect();
             let admitted: Vec<_> = admitted.iter().map(|(name, _)| *name).collect();
             assert_eq!(admitted, want, "{text}");
+        }
+    }
+
+    #[test]
+    fn names_of_places() {
+        let (bucket, prefix) = bucket_and_prefix("s3://jobs/team/a/").unwrap();
+        assert_eq!((bucket, prefix), ("jobs", "team/a"));
+        assert_eq!(bucket_and_prefix("s3://jobs").unwrap().1, "");
+        for bad in [
+            "s3://",
+            "s3://a",
+            "s3://Jobs",
+            "s3://jobs//a",
+            "s3://jobs/../a",
+            "/srv",
+            "gs://jobs",
+        ] {
+            let said = bucket_and_prefix(bad).unwrap_err();
+            assert!(said.contains("not s3://BUCKET[/PREFIX]"), "{said}");
         }
     }
 

@@ -28,9 +28,10 @@ use nix::fcntl::{Flock, FlockArg};
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
-use crate::config::restore::{Asker, RestoreOptions, Rule};
+use crate::config::restore::{Asker, OBJECTS, RestoreOptions, Rule, bucket_and_prefix};
 use crate::images::owners;
-use remote::{RemotePlace, SendStage, UNSENT};
+use objects::UNSENT;
+use remote::{RemotePlace, SendStage};
 
 /// Stands before a place where a container names its checkpoint, for the newest of the container's name.
 pub const NEWEST: &str = "latest:";
@@ -214,11 +215,11 @@ impl PlaceRequest<'_> {
     }
 
     fn is_remote(&self) -> bool {
-        self.place.starts_with(storage::SCHEME)
+        self.place.starts_with(OBJECTS)
     }
 
     fn check_remote(&self) -> Result<(), String> {
-        storage::check(self.place)?;
+        bucket_and_prefix(self.place)?;
         let mut rules = self.asker.rules(self.options);
         match rules.any(|rule| rule.has_object(self.place)) {
             true => Ok(()),

@@ -11,9 +11,9 @@ use cryopod_host::files::{if_there, read_bounded};
 use nix::fcntl::Flock;
 
 use super::objects::{
-    COMPLETE, MAX_LISTING, NamedObjects, ObjectFile, ObjectListing, REMOVING, name_and_number,
+    COMPLETE, MAX_LISTING, NamedObjects, ObjectFile, ObjectListing, REMOVING, UNSENT,
+    name_and_number,
 };
-use super::remote::UNSENT;
 use super::storage::{Stops, Transfer};
 use super::{Place, common_beginning, is_name, lock_file, remove_all};
 
@@ -22,7 +22,7 @@ const UNUSED: Duration = Duration::from_secs(24 * 3600);
 /// The file in a copy of which only the tables were fetched: another checkpoint builds upon it.
 const TABLES_ONLY: &str = ".tables-only";
 /// The file that has the `NAME/NUMBER` upon which one builds, or may build.
-pub(super) const UPON: &str = ".upon";
+const UPON: &str = ".upon";
 /// The file that says of what it is a copy, and since which boot: what was written before may be lost.
 const IDENTITY: &str = ".copy-of";
 const FETCHED: &str = ".fetched-";
@@ -71,6 +71,15 @@ pub fn parent_of_partial(images: &Path) -> Option<Option<PathBuf>> {
         let upon = upon(images).ok().flatten();
         upon.map(|upon| root(images).join(upon))
     })
+}
+
+/// Gives up what a checkpoint was to build upon.
+pub(super) fn release(objects: &NamedObjects<'_>, number: u64, partial: &Path) -> io::Result<()> {
+    let Some(upon) = upon(partial)? else {
+        return Ok(());
+    };
+    objects.storage.remove(&objects.need(number, &upon)?)?;
+    fs::remove_file(partial.join(UPON))
 }
 
 /// Notes of which checkpoint a directory is a copy.

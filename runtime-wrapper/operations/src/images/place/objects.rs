@@ -10,7 +10,7 @@ use cryopod_host::files::if_there;
 use serde::{Deserialize, Serialize};
 
 use super::storage::ObjectStorage;
-use super::{CLOCK, OF_ANOTHER_HOST, copies, is_name, lease};
+use super::{CLOCK, OF_ANOTHER_HOST, is_name, lease};
 
 pub(super) const COMPLETE: &str = "complete-";
 pub(super) const WRITING: &str = "writing-";
@@ -21,6 +21,8 @@ const BY: &str = "-by-";
 const PROBE: &str = ".probe-";
 pub(super) const MAX_LISTING: u64 = 32 << 20;
 const MAX_FILES: usize = 200_000;
+/// The file in a checkpoint of the host's directory that is nowhere else yet.
+pub(super) const UNSENT: &str = ".unsent";
 /// No counter comes so far.
 const MAX_NUMBER: u64 = 1 << 40;
 
@@ -154,15 +156,6 @@ impl NamedObjects<'_> {
                 "this storage ignores `If-None-Match`, so it holds no leases; use another, or dev.cryopod.copies=many",
             )),
         }
-    }
-
-    /// Gives up what a checkpoint was to build upon.
-    pub(super) fn release(&self, number: u64, partial: &Path) -> io::Result<()> {
-        let Some(upon) = copies::upon(partial)? else {
-            return Ok(());
-        };
-        self.storage.remove(&self.need(number, &upon)?)?;
-        fs::remove_file(partial.join(copies::UPON))
     }
 
     /// How long ago an object was written, by the storage's clock.

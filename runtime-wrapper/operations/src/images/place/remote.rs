@@ -30,7 +30,7 @@ use cryopod_host::files::if_there;
 use serde::{Deserialize, Serialize};
 
 use super::objects::{
-    COMPLETE, DAMAGED_THERE, MAX_LISTING, NamedObjects, ObjectListing, REMOVING, WRITING,
+    COMPLETE, DAMAGED_THERE, MAX_LISTING, NamedObjects, ObjectListing, REMOVING, UNSENT, WRITING,
     numbers_of,
 };
 use super::prune::KEPT;
@@ -39,8 +39,6 @@ use super::{PartialCheckpoint, Place, copies};
 
 /// The host's directories of places in object storage.
 const COPIES: &str = "/var/lib/cryopod/places";
-/// The file in a checkpoint of the host's directory that is nowhere else yet.
-pub const UNSENT: &str = ".unsent";
 
 /// How far a checkpoint has come into object storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,7 +154,7 @@ impl Place {
             // It may be a checkpoint.
             Some(_) if partial.stage.get() == SendStage::Publishing => Ok(()),
             Some(objects) => {
-                objects.release(partial.number, &partial.path)?;
+                copies::release(&objects, partial.number, &partial.path)?;
                 match partial.stage.get() {
                     SendStage::Unsent => {
                         let claim = objects.numbered(WRITING, partial.number);
@@ -187,7 +185,7 @@ impl Place {
         let (path, number) = (partial.path(), partial.number);
         let listing = ObjectListing::of(path, self.upon(path)?)?;
         if listing.upon.is_none() {
-            objects.release(number, path)?;
+            copies::release(&objects, number, path)?;
         }
         let files = listing.files.iter().map(|file| Transfer {
             key: objects.key(&format!("{number:06}/{}", file.name)),

@@ -12,20 +12,19 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use crate::config::restore::bucket_and_prefix;
 use cryopod_host::files::{if_there, read_bounded};
 use nix::sys::signal::SigSet;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path as Key;
 use object_store::prefix::PrefixStore;
 use object_store::{
-    ClientOptions, MultipartUpload, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
+    ClientConfigKey, MultipartUpload, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
 };
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-/// What a place in object storage begins with.
-pub const SCHEME: &str = "s3://";
 /// Has the variables that the engine's environment lacks. Root's alone.
 const VARIABLES: &str = "/etc/cryopod/objects.env";
 const MAX_VARIABLES: u64 = 64 << 10;
@@ -71,17 +70,25 @@ impl ObjectStorage {
         let invalid = |why: String| io::Error::new(ErrorKind::InvalidInput, why);
         let _ = rustls::crypto::ring::default_provider().install_default();
         let (bucket, prefix) = bucket_and_prefix(url).map_err(invalid)?;
-        let mut builder = AmazonS3Builder::from_env()
-            .with_client_options(
-                ClientOptions::new()
-                    .with_timeout(REQUEST_LIMIT)
-                    .with_connect_timeout(CONNECT_LIMIT)
-                    .with_allow_http(std::env::var("AWS_ALLOW_HTTP").is_ok_and(|v| v == "true")),
-            )
+        let prefix = Key::parse(prefix).map_err(|e| invalid(e.to_string()))?;
+        let seconds = |limit: Duration| format!("{} seconds", limit.as_secs());
+        let [timeout, connect] = [ClientConfigKey::Timeout, ClientConfigKey::ConnectTimeout]
+            .map(AmazonS3ConfigKey::Client);
+        let mut builder = AmazonS3Builder::new()
+            .with_config(timeout, seconds(REQUEST_LIMIT))
+            .with_config(connect, seconds(CONNECT_LIMIT))
             .with_retry(RetryConfig {
                 retry_timeout: RETRY_LIMIT,
                 ..RetryConfig::default()
             });
+        let own = std::env::vars_os().filter_map(|(name, value)| {
+            let name = name.to_str().filter(|name| name.starts_with("AWS_"))?;
+            let key = name.to_ascii_lowercase().parse().ok()?;
+            Some((key, value.into_string().ok()?))
+        });
+        for (key, value) in own {
+            builder = builder.with_config(key, value);
+        }
         for (key, value) in variables(Path::new(VARIABLES))? {
             builder = builder.with_config(key, value);
         }
@@ -247,26 +254,6 @@ impl ObjectStorage {
     }
 }
 
-/// Checks that a text names a place in object storage.
-pub fn check(url: &str) -> Result<(), String> {
-    bucket_and_prefix(url).map(drop)
-}
-
-fn bucket_and_prefix(url: &str) -> Result<(&str, Key), String> {
-    let wrong = || format!("{url}: not {SCHEME}BUCKET[/PREFIX]");
-    let rest = url.strip_prefix(SCHEME).ok_or_else(wrong)?;
-    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-.".contains(&b);
-    let is_bucket = (3..=63).contains(&bucket.len()) && bucket.bytes().all(plain);
-    let prefix = prefix.trim_end_matches('/');
-    let plain = |part: &str| !part.is_empty() && !part.starts_with('.');
-    let is_prefix = prefix.is_empty() || prefix.split('/').all(plain);
-    let key = Key::parse(prefix).map_err(|_| wrong())?;
-    (is_bucket && is_prefix)
-        .then_some((bucket, key))
-        .ok_or_else(wrong)
-}
-
 /// Reads the variables of a file that only root can read or write; none if it is not there.
 fn variables(path: &Path) -> io::Result<Vec<(AmazonS3ConfigKey, String)>> {
     let invalid = |why: String| {
@@ -410,25 +397,6 @@ mod tests {
     use object_store::memory::InMemory;
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
-
-    #[test]
-    fn names_of_places() {
-        let (bucket, prefix) = bucket_and_prefix("s3://jobs/team/a/").unwrap();
-        assert_eq!((bucket, prefix.as_ref()), ("jobs", "team/a"));
-        assert_eq!(bucket_and_prefix("s3://jobs").unwrap().1.as_ref(), "");
-        for bad in [
-            "s3://",
-            "s3://a",
-            "s3://Jobs",
-            "s3://jobs//a",
-            "s3://jobs/../a",
-            "/srv",
-            "gs://jobs",
-        ] {
-            let said = check(bad).unwrap_err();
-            assert!(said.contains("not s3://BUCKET[/PREFIX]"), "{said}");
-        }
-    }
 
     #[test]
     fn variables_are_roots_alone_and_known() {
