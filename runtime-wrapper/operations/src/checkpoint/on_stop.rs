@@ -17,7 +17,7 @@ pub mod every;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -183,7 +183,13 @@ impl PlacedRequest<'_> {
     ) -> Result<(), Error> {
         place
             .send(partial, &|| signals.interrupted())
-            .map_err(Error::io(self.place.place))
+            .map_err(|e| match e.kind() {
+                ErrorKind::Interrupted => Error::Failed(format!(
+                    "{}: not all is sent in time; more time: {GRACE}",
+                    self.place.place
+                )),
+                _ => Error::io(self.place.place)(e),
+            })
             // The other may have written it meanwhile.
             .and_then(|sent| self.check_lease(place, me).map(|()| sent))
             .and_then(|sent| {
@@ -461,19 +467,30 @@ fn save_in_time(
         }
         // From here on the checkpoint is the container's end, also if this process is killed in the middle of it.
         frozen.forget_note();
+        let mut complete = Ok(());
         if let Some(partial) = partial.take() {
             tracing::info!("{}: checkpointed into {}", inv.id, partial.shown());
-            // None of its instructions will run, so the next may begin, which looks for the name.
-            let given_back = partial.complete().and_then(|complete| {
-                named = complete;
-                place.give_back(&me)
-            });
-            if let Err(e) = given_back {
+            complete = partial.complete().map(|complete| named = complete);
+        }
+        // None of its instructions will run, so the next may begin, which looks for the name.
+        let give_back = |complete: std::io::Result<()>| {
+            if let Err(e) = complete.and_then(|()| place.give_back(&me)) {
                 tracing::warn!("{}: the lease is not given back: {e}", inv.id);
             }
-        }
+        };
+        // Object storage may take its time, in which the container would stay frozen.
+        let later = match place.is_remote() {
+            true => Some(complete),
+            false => {
+                give_back(complete);
+                None
+            }
+        };
         if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
+        }
+        if let Some(complete) = later {
+            give_back(complete);
         }
         Ok(())
     };

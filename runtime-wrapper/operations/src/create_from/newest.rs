@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::config::restore::Asker;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
-use crate::images::place::copies::FetchOutcome;
+use crate::images::place::copies::{self, FetchOutcome};
 use crate::images::place::lease::{self, LeaseHolder, NameLease};
 use crate::images::place::{self, Place, PlaceRequest, integrity, prune, renewal};
 use crate::request::argv::Invocation;
@@ -157,7 +157,10 @@ impl Newest {
             for path in &checkpoints {
                 match self.restore_one(config, by, path, &restore)? {
                     Tried::Restored(restored) => return Ok(restored),
-                    Tried::Superseded => superseded = true,
+                    Tried::Superseded => {
+                        superseded = true;
+                        break;
+                    }
                     Tried::Damaged(damage) => {
                         let aside = self.place.set_aside(path);
                         tracing::warn!(
@@ -171,16 +174,27 @@ impl Newest {
                 }
             }
             if !superseded {
-                break;
+                return Err(self.none(&damaged));
             }
-            let newer = self.place.newest_first();
+            let newer = self
+                .place
+                .newest_first()
+                .inspect_err(|_| self.is_unknown.set(true));
             checkpoints = newer.map_err(|why| Error::not_started(format!("{by}: {why}")))?;
         }
+        self.is_unknown.set(true);
+        Err(Error::not_started(format!(
+            "{by}: newer checkpoints of {} supersede each that is about to be restored",
+            self.name
+        )))
+    }
+
+    fn none(&self, damaged: &[String]) -> Error {
         let mut none = format!("there is no checkpoint of {}", self.name);
         if !damaged.is_empty() {
             none += &format!(" that is not damaged ({})", damaged.join(", "));
         }
-        Err(Error::not_started(none))
+        Error::not_started(none)
     }
 
     fn restore_one<T>(
@@ -204,6 +218,8 @@ impl Newest {
             let Some(held) = held else {
                 return Ok(Tried::Superseded);
             };
+            let also_held = copies::ancestors(path).map(|above| prune::hold(&above));
+            let also_held: Vec<_> = also_held.collect();
             let damage = match integrity::damage(config, path).map_err(not_started)? {
                 Some(damage) => damage,
                 None => {
@@ -222,7 +238,7 @@ impl Newest {
                     }
                 }
             };
-            drop(held);
+            drop((held, also_held));
             // Perhaps only this host's copy is.
             if is_copy_new || !self.place.discard_copy(path) {
                 return Ok(Tried::Damaged(damage));

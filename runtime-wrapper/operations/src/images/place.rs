@@ -333,14 +333,18 @@ impl Place {
             .join(format!("{DAMAGED}{}", name.to_string_lossy()));
         let in_use = matches!(lock_file(&checkpoint.join(names::METADATA)), Ok(None));
         let stays = in_use || self.is_needed(checkpoint).unwrap_or(true);
-        if stays || fs::rename(checkpoint, &aside).is_err() {
-            return checkpoint.to_owned();
-        }
+        let is_aside = !stays && fs::rename(checkpoint, &aside).is_ok();
         let number = name.to_str().and_then(|name| name.parse().ok());
-        if let Some(Err(e)) = number.map(|number| self.set_aside_there(number)) {
-            tracing::warn!("{}: {e}", self.shown());
+        if let (Some(number), true) = (number, self.is_remote()) {
+            if let Err(e) = self.set_aside_there(number) {
+                tracing::warn!("{}: {e}", self.shown());
+            }
+            return Path::new(&self.shown()).join(name);
         }
-        aside
+        match is_aside {
+            true => aside,
+            false => checkpoint.to_owned(),
+        }
     }
 
     /// Gives a complete checkpoint its name whose writer was killed before it could.
@@ -348,12 +352,13 @@ impl Place {
         let partial = self.partial(number);
         let age = self.age(&partial.join(names::METADATA));
         let writer = partial.join(WRITER);
+        let is_unsent = partial.join(UNSENT).exists();
         let is_dead = || {
-            fs::read_to_string(&writer).is_ok_and(|host| host == lease::this_host())
-                && matches!(lock_file(&writer), Ok(Some(_)))
+            let is_own = fs::read_to_string(&writer).is_ok_and(|host| host == lease::this_host());
+            (is_own || is_unsent) && matches!(lock_file(&writer), Ok(Some(_)))
         };
         // To object storage it is sent first, which may take long.
-        let is_late = |age| age > RENAME_LIMIT && !partial.join(UNSENT).exists();
+        let is_late = |age| age > RENAME_LIMIT && !is_unsent;
         if age.is_ok_and(|age| is_late(age) || is_dead()) {
             let _ = fs::remove_file(writer);
             let _ = fs::rename(partial, self.complete(number));

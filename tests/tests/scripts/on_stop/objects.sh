@@ -116,7 +116,7 @@ weights() { # CONTAINER NAME ARG...: handles TERM
     pod run -d --name "$1" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim \
         --annotation dev.cryopod.on-stop=checkpoint --annotation "dev.cryopod.checkpoint.to=$place" --annotation dev.cryopod.grace_s=60 \
         --annotation "dev.cryopod.name=$2" "${@:3}" localhost/busybox \
-        sh -c 'trap "kill $!; exit 7" TERM; /cusim/cusim-client --mib 256 --chunk-mib 64 --train-mib 4 & wait' > /tmp/said 2>&1
+        sh -c 'trap "kill $!; exit 7" TERM; /cusim/cusim-client --mib '"${MIB:-256}"' --chunk-mib 64 --train-mib 4 & wait' > /tmp/said 2>&1
 }
 ended() { # CONTAINER TICKS
     wait_for ticked "$1" "$2"

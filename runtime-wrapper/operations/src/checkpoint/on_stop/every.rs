@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 use nix::fcntl::{Flock, FlockArg};
@@ -403,7 +405,12 @@ fn checkpoint(
     };
     into_place(&own_ctx, &own_inv, state, own)?;
     let sent = asked.send(&place, &partial, &me, signals);
-    sent.inspect_err(|_| partial.discard())?;
+    // Of one that ended meanwhile nothing else is left.
+    sent.inspect_err(|_| {
+        if live::is_alive(&Host::system(), state.init) {
+            partial.discard();
+        }
+    })?;
     let shown = partial.shown();
     let named = partial.complete().map_err(Error::io("the place"))?;
     tracing::info!("{}: checkpointed into {shown}", inv.id);

@@ -4,7 +4,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::format::names;
 use cryopod_host::files::{if_there, read_bounded};
@@ -34,6 +34,10 @@ const MAX_DIGESTS: u64 = 64 << 20;
 const MAX_UPON: u64 = 512;
 /// So many other names are asked for a checkpoint to build upon.
 const MAX_OTHERS: usize = 16;
+/// And so many checkpoints of each.
+const MAX_NUMBERS: usize = 4;
+/// A stop has little time: without a parent it sends all.
+const CHOICE_LIMIT: Duration = Duration::from_secs(3);
 /// The longest chain of checkpoints that build upon each other.
 const MAX_ANCESTORS: usize = 1024;
 
@@ -71,6 +75,26 @@ pub fn parent_of_partial(images: &Path) -> Option<Option<PathBuf>> {
         let upon = upon(images).ok().flatten();
         upon.map(|upon| root(images).join(upon))
     })
+}
+
+/// Returns the host's copies of what a checkpoint of object storage builds upon.
+pub fn ancestors(checkpoint: &Path) -> impl Iterator<Item = PathBuf> {
+    let above = |copy: &PathBuf| Some(root(copy).join(upon(copy).ok()??));
+    std::iter::successors(above(&checkpoint.to_owned()), above).take(MAX_ANCESTORS)
+}
+
+/// Removes a copy; false: somebody uses it.
+fn remove_unused(copy: &Path) -> bool {
+    let lock = match lock_file(&copy.join(names::METADATA)) {
+        Ok(None) => return false,
+        lock => lock,
+    };
+    // Under its name it is whole.
+    let name = copy.file_name().unwrap_or_default().display();
+    let old = copy.with_file_name(format!("{FETCHED}unused-{name}"));
+    let removed = fs::rename(copy, &old).and_then(|()| remove_all(&old));
+    drop(lock);
+    if_there(removed).is_ok()
 }
 
 /// Gives up what a checkpoint was to build upon.
@@ -115,7 +139,8 @@ impl Place {
         objects: &NamedObjects<'_>,
         number: u64,
     ) -> io::Result<Option<String>> {
-        for (name, parent) in self.parents(objects)? {
+        let until = Instant::now() + CHOICE_LIMIT;
+        for (name, parent) in self.parents(objects, until)? {
             let other = self.of_name(&name);
             let Some(others) = other.objects()? else {
                 break;
@@ -123,10 +148,13 @@ impl Place {
             let upon = format!("{name}/{parent:06}");
             let need = objects.need(number, &upon)?;
             objects.storage.write(&need, b"")?;
-            let stays = !others.is_there(REMOVING, parent)? && others.is_there(COMPLETE, parent)?;
+            let stays = others
+                .is_there(REMOVING, parent)
+                .and_then(|removing| Ok(!removing && others.is_there(COMPLETE, parent)?));
             let brought = match stays {
-                true => other.bring(parent, false, &|| false),
-                false => Ok(FetchOutcome::Gone),
+                Ok(true) => other.bring(parent, false, &|| Instant::now() > until),
+                Ok(false) => Ok(FetchOutcome::Gone),
+                Err(e) => Err(e),
             };
             if matches!(brought, Ok(FetchOutcome::Here | FetchOutcome::Fetched)) {
                 return Ok(Some(upon));
@@ -137,7 +165,11 @@ impl Place {
         Ok(None)
     }
 
-    fn parents(&self, objects: &NamedObjects<'_>) -> io::Result<Vec<(String, u64)>> {
+    fn parents(
+        &self,
+        objects: &NamedObjects<'_>,
+        until: Instant,
+    ) -> io::Result<Vec<(String, u64)>> {
         if let Some(newest) = objects.numbers(COMPLETE)?.pop() {
             return Ok(vec![(objects.name.to_owned(), newest)]);
         }
@@ -151,7 +183,11 @@ impl Place {
             let Some(others) = other.objects()? else {
                 break;
             };
-            for number in others.numbers(COMPLETE)?.into_iter().rev() {
+            let numbers = others.numbers(COMPLETE)?.into_iter().rev();
+            for number in numbers.take(MAX_NUMBERS) {
+                if Instant::now() > until {
+                    return Ok(found);
+                }
                 // As in a directory: only upon one that needs no other.
                 if others
                     .listing(number)
@@ -170,7 +206,7 @@ impl Place {
     /// # Errors
     /// The storage does not answer in time, or there is no space.
     pub fn fetch(&self, checkpoint: &Path, stops: Stops<'_>) -> Result<FetchOutcome, String> {
-        if self.remote.is_none() || checkpoint.join(UNSENT).exists() {
+        if self.remote.is_none() {
             return Ok(FetchOutcome::Here);
         }
         let number = checkpoint.file_name();
@@ -184,27 +220,30 @@ impl Place {
             ),
             _ => format!("{}/{number:06}: {e}", self.shown()),
         };
-        self.bring(number, true, stops).map_err(failed)
+        if !checkpoint.join(UNSENT).exists() {
+            return self.bring(number, true, stops).map_err(failed);
+        }
+        // What it builds upon may have come as tables alone.
+        let upon = upon(checkpoint).map_err(failed)?;
+        let Some((name, parent)) = upon.as_deref().and_then(name_and_number) else {
+            return Ok(FetchOutcome::Here);
+        };
+        let brought = self.of_name(name).bring(parent, true, stops);
+        Ok(match brought.map_err(failed)? {
+            FetchOutcome::Gone => FetchOutcome::Damaged(format!("{name}/{parent:06} is gone")),
+            other => other,
+        })
     }
 
-    /// Removes the host's copies of a checkpoint and of all that it builds upon; false: there is no other.
+    /// Removes the host's copies of a checkpoint and of all that it builds upon, unless others use them; false: there is
+    /// nothing to fetch anew.
     pub fn discard_copy(&self, checkpoint: &Path) -> bool {
-        if self.remote.is_none() || checkpoint.join(UNSENT).exists() {
+        if self.remote.is_none() {
             return false;
         }
-        let mut next = Some(checkpoint.to_owned());
-        for _ in 0..MAX_ANCESTORS {
-            let Some(copy) = next else { break };
-            next = upon(&copy)
-                .ok()
-                .flatten()
-                .map(|upon| root(&copy).join(upon));
-            if let Err(e) = if_there(remove_all(&copy)) {
-                tracing::warn!("{}: {e}", copy.display());
-                return false;
-            }
-        }
-        true
+        let all = std::iter::once(checkpoint.to_owned()).chain(ancestors(checkpoint));
+        let all: Vec<_> = all.filter(|copy| !copy.join(UNSENT).exists()).collect();
+        !all.is_empty() && all.iter().all(|copy| remove_unused(copy))
     }
 
     fn bring(&self, number: u64, whole: bool, stops: Stops<'_>) -> io::Result<FetchOutcome> {
@@ -255,6 +294,8 @@ impl Place {
         let noted = if_there(read_bounded(&copy.join(IDENTITY), MAX_LISTING + 64))?;
         let is_here = noted.is_some_and(|noted| noted == identity(&text));
         if is_here && !(whole && copy.join(TABLES_ONLY).exists()) {
+            let used = File::options().append(true).open(copy.join(IDENTITY));
+            let _ = used.and_then(|file| file.set_modified(SystemTime::now()));
             return Ok(false);
         }
         let listing = ObjectListing::parse(&key, &text)?;
@@ -304,9 +345,12 @@ impl Place {
             if age(&record).is_none_or(|age| age < UNUSED) {
                 continue;
             }
-            if is_part || !matches!(lock_file(&path.join(names::METADATA)), Ok(None)) {
+            let removed = match is_part {
+                true => remove_all(&path).is_ok(),
+                false => remove_unused(&path),
+            };
+            if removed {
                 tracing::info!("{}: removed, it is in object storage", path.display());
-                let _ = remove_all(&path);
             }
         }
     }

@@ -8,10 +8,13 @@ use std::time::Duration;
 use cryopod_archive::format::digest::Digest;
 use cryopod_host::files::if_there;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::storage::ObjectStorage;
 use super::{CLOCK, OF_ANOTHER_HOST, is_name, lease};
 
+/// Of the listings that this version writes, and the newest that it reads.
+const VERSION: u64 = 1;
 pub(super) const COMPLETE: &str = "complete-";
 pub(super) const WRITING: &str = "writing-";
 pub(super) const REMOVING: &str = "removing-";
@@ -64,7 +67,7 @@ impl ObjectListing {
             return Err(io::Error::other(format!("more than {MAX_FILES} files")));
         }
         Ok(Self {
-            version: 1,
+            version: VERSION,
             files,
             upon,
         })
@@ -78,10 +81,13 @@ impl ObjectListing {
 
     pub(super) fn parse(key: &str, text: &[u8]) -> io::Result<Self> {
         let invalid = |why: String| io::Error::new(ErrorKind::InvalidData, format!("{key}: {why}"));
-        let read: Self = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
-        if read.version != 1 {
-            return Err(invalid(format!("version {}: update cryopod", read.version)));
+        let read: Value = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
+        let version = read.get("version").and_then(Value::as_u64).unwrap_or(0);
+        if version > VERSION {
+            let why = format!("{key}: version {version}: update cryopod");
+            return Err(io::Error::new(ErrorKind::Unsupported, why));
         }
+        let read: Self = serde_json::from_value(read).map_err(|e| invalid(e.to_string()))?;
         let is_bad = |file: &&ObjectFile| !is_file_name(&file.name);
         match read.files.iter().find(is_bad) {
             _ if read.files.len() > MAX_FILES => Err(invalid("too many files".into())),

@@ -44,8 +44,7 @@ const COPIES: &str = "/var/lib/cryopod/places";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SendStage {
     Unsent,
-    Sending,
-    Publishing,
+    Begun,
 }
 
 /// A place in object storage.
@@ -148,22 +147,16 @@ impl Place {
         objects.storage.create(&claim, host.as_bytes())
     }
 
-    /// Gives a number up. What is under way must not reach the next one: once files were sent, the claim stays for a day.
+    /// Gives a number up of which nothing was sent. Else the claim stays for a day, as what is under way must not reach the next
+    /// one, and with it the files.
     pub(super) fn unclaim(&self, partial: &PartialCheckpoint) {
         let given_up = self.objects().and_then(|objects| match objects {
-            // It may be a checkpoint.
-            Some(_) if partial.stage.get() == SendStage::Publishing => Ok(()),
-            Some(objects) => {
+            Some(objects) if partial.stage.get() == SendStage::Unsent => {
                 copies::release(&objects, partial.number, &partial.path)?;
-                match partial.stage.get() {
-                    SendStage::Unsent => {
-                        let claim = objects.numbered(WRITING, partial.number);
-                        objects.storage.remove(&claim)
-                    }
-                    _ => objects.remove_files(partial.number),
-                }
+                let claim = objects.numbered(WRITING, partial.number);
+                objects.storage.remove(&claim)
             }
-            None => Ok(()),
+            _ => Ok(()),
         });
         if let Err(e) = given_up {
             tracing::warn!("{}: not removed: {e}", partial.shown());
@@ -193,7 +186,7 @@ impl Place {
             bytes: file.bytes,
         });
         let files: Vec<_> = files.collect();
-        partial.stage.set(SendStage::Sending);
+        partial.stage.set(SendStage::Begun);
         let since = Instant::now();
         objects.storage.send(&files, stops)?;
         tracing::info!(
@@ -236,7 +229,6 @@ impl Place {
         let (path, number) = (partial.path(), partial.number);
         let text = serde_json::to_vec(&listing)?;
         let complete = objects.numbered(COMPLETE, number);
-        partial.stage.set(SendStage::Publishing);
         let made = objects.storage.create(&complete, &text);
         // A request that is repeated finds what the first one made.
         if !matches!(made, Ok(true))

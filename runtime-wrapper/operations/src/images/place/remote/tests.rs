@@ -107,7 +107,7 @@ fn what_is_not_sent_is_this_hosts_alone() {
     assert_eq!(numbers(&[next]), ["3"], "what is under way stays apart");
     let objects = place.objects().unwrap().unwrap();
     let left = objects.storage.directories("job").unwrap();
-    assert_eq!(left, ["000003"]);
+    assert_eq!(left, ["000002", "000003"], "for a day");
 }
 
 #[test]
@@ -254,4 +254,42 @@ fn what_may_be_built_upon_stays_as_long() {
     let partial = b.place("web-2").begin().unwrap();
     let chosen = copies::parent_of_partial(partial.path()).unwrap().unwrap();
     assert_eq!(chosen, b.place("web-1").complete(2));
+}
+
+#[test]
+fn what_was_not_sent_is_restored_upon_what_it_needs() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    complete(&a.place("web-1"), "first");
+    let place = b.place("web-2");
+    drop(write(&place, "its container was killed"));
+    let here = place.newest_first().unwrap();
+    let parent = b.place("web-1").complete(1);
+    assert!(parent.join(".tables-only").exists());
+    assert_eq!(place.fetch(&here[0], NEVER), Ok(FetchOutcome::Fetched));
+    assert!(!parent.join(".tables-only").exists());
+    assert_eq!(fs::read(parent.join("pages-1.img")).unwrap(), b"first");
+    let held = crate::images::place::prune::hold(&parent).unwrap();
+    assert!(!place.discard_copy(&here[0]), "somebody uses it");
+    drop(held);
+    assert!(place.discard_copy(&here[0]) && !parent.exists() && here[0].exists());
+}
+
+#[test]
+fn what_a_newer_version_wrote_is_no_damage_and_what_is_damaged_there_is_set_aside() {
+    let store = Arc::new(InMemory::new());
+    let host = OneHost::of(&store);
+    let place = host.place("job");
+    complete(&place, "first");
+    let objects = place.objects().unwrap().unwrap();
+    let newer = br#"{"version": 2}"#;
+    objects.storage.write("job/complete-000002", newer).unwrap();
+    let said = place.fetch(&place.complete(2), NEVER).unwrap_err();
+    assert!(said.contains("update cryopod"), "{said}");
+    objects.storage.write("job/complete-000002", b"{").unwrap();
+    let told = place.fetch(&place.complete(2), NEVER).unwrap();
+    assert!(matches!(told, FetchOutcome::Damaged(_)));
+    let aside = place.set_aside(&place.complete(2));
+    assert_eq!(aside, Path::new("s3://jobs/team/job/000002"));
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["1"]);
 }
