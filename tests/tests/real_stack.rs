@@ -163,7 +163,7 @@ mod on_stop {
         compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
         systemd: V2 [] "archive/lib.sh" + "on_stop/systemd.sh";
         replicas: V2 ["crun"] "archive/lib.sh" + "on_stop/replicas.sh";
-        objects: V2 ["crun"] "archive/lib.sh" + "on_stop/objects.sh";
+        objects: V2 ["crun"] "archive/lib.sh" + "on_stop/storage.sh" + "on_stop/objects.sh";
     }
 
     /// `SWARM_PART=all`: more than CI runs.
@@ -181,12 +181,14 @@ mod on_stop {
     fn run_rounds(cgroup: super::Cgroup, arguments: &[&str], scripts: &[&str]) {
         let rounds = crate::setting("FAULT_ROUNDS", arguments[1]);
         let seed = crate::setting("FAULT_SEED", arguments[2]);
-        crate::run(cgroup, &[arguments[0], &rounds, &seed], scripts);
+        let all = [&[arguments[0], &rounds, &seed], &arguments[3..]].concat();
+        crate::run(cgroup, &all, scripts);
     }
 
     crate::scenarios! {
         with run_rounds;
         faults: V2 ["crun" "5" "1000"] "on_stop/faults.sh";
+        faults_objects: V2 ["crun" "5" "1001" "objects"] "on_stop/storage.sh" + "on_stop/faults.sh";
     }
 }
 

@@ -1,20 +1,10 @@
 # objects.sh LOW: stops that are checkpoints in object storage, under podman; with the simulated driver's GPU and without.
 # shellcheck shell=bash disable=SC2154
 low=$1
-type -P moto_server > /dev/null || { echo 'SKIPPED: this bed has no S3 server; SUITE=trixie has one' && exit 0; }
 mkimage
 simulate "$low"
 place=s3://jobs/team log=/var/log/cryopod-on-stop.log copies=/var/lib/cryopod/places
 printf '[checkpoint]\nallow = ["s3://jobs"]\n[restore]\nallow = ["%s"]\n' "$place" >> /etc/cryopod/config.toml
-printf '%s\n' AWS_ENDPOINT=http://127.0.0.1:5555 AWS_ALLOW_HTTP=true AWS_REGION=us-east-1 AWS_ACCESS_KEY_ID=a \
-    AWS_SECRET_ACCESS_KEY=b > /etc/cryopod/objects.env
-chmod 600 /etc/cryopod/objects.env
-server_up() {
-    moto_server -H 127.0.0.1 -p 5555 > /tmp/moto.log 2>&1 &
-    server=$!
-    wait_for s3 http://127.0.0.1:5555/ > /dev/null
-}
-s3() { curl -sf --aws-sigv4 aws:amz:us-east-1:s3 --user a:b "$@"; }
 on_failure() { cat /tmp/said "$log"; objects | grep -v '\.img'; tail -n 5 /tmp/moto.log; }
 plain=(--network none localhost/busybox "${counter[@]}")
 to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint dev.cryopod.grace_s=60 "dev.cryopod.checkpoint.to=$place" "dev.cryopod.name=$1"; } # NAME
@@ -23,16 +13,9 @@ start=(--annotation dev.cryopod.restore.otherwise=start)
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
 nothing_runs() { ! pgrep -f '^cryopod-(on-stop|lease) ' > /dev/null; }
-get() { s3 "http://127.0.0.1:5555/jobs/team/$1"; } # KEY
-listed() { s3 "http://127.0.0.1:5555/jobs?list-type=2&prefix=team/$1" | tr '<' '\n'; } # PREFIX
-objects() { listed "${1-}" | sed -n 's/^Key>team\///p'; }
-stored() { listed "${1-}" | sed -n 's/^Size>//p' | paste -sd+ | bc_; } # all bytes there
-bc_() { local sum && read -r sum && echo $((sum)); }
-marks() { objects "$1/" | sed -n 's/^[^/]*\/\([^/]*\)$/\1/p' | grep -v lease | xargs; }
 elsewhere() { rm -rf "${copies:?}"; } # the next container is on another host, which has no copies
 
 server_up
-s3 -X PUT http://127.0.0.1:5555/jobs > /dev/null
 
 # ---- without a GPU ----
 mapfile -t stops < <(to job)
