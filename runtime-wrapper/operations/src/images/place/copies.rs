@@ -170,7 +170,7 @@ impl Place {
         objects: &NamedObjects<'_>,
         until: Instant,
     ) -> io::Result<Vec<(String, u64)>> {
-        if let Some(newest) = objects.numbers(COMPLETE)?.pop() {
+        if let Some(newest) = objects.sound()?.pop() {
             return Ok(vec![(objects.name.to_owned(), newest)]);
         }
         let common = |other: &String| common_beginning(objects.name, other);
@@ -183,7 +183,7 @@ impl Place {
             let Some(others) = other.objects()? else {
                 break;
             };
-            let numbers = others.numbers(COMPLETE)?.into_iter().rev();
+            let numbers = others.sound()?.into_iter().rev();
             for number in numbers.take(MAX_NUMBERS) {
                 if Instant::now() > until {
                     return Ok(found);

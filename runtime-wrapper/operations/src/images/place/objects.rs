@@ -130,6 +130,11 @@ impl NamedObjects<'_> {
         Ok(numbers_of(&names, prefix))
     }
 
+    /// Returns the numbers of the complete checkpoints that were not found damaged.
+    pub(super) fn sound(&self) -> io::Result<Vec<u64>> {
+        Ok(sound_numbers(&self.storage.names(self.name)?))
+    }
+
     pub(super) fn listing(&self, number: u64) -> io::Result<ObjectListing> {
         let key = self.numbered(COMPLETE, number);
         ObjectListing::parse(&key, &self.storage.read(&key, MAX_LISTING)?)
@@ -253,6 +258,14 @@ impl NamedObjects<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns the numbers of the complete checkpoints that were not found damaged.
+pub(super) fn sound_numbers(names: &[String]) -> Vec<u64> {
+    let damaged = numbers_of(names, DAMAGED_THERE);
+    let mut complete = numbers_of(names, COMPLETE);
+    complete.retain(|number| !damaged.contains(number));
+    complete
 }
 
 pub(super) fn numbers_of(names: &[String], prefix: &str) -> Vec<u64> {

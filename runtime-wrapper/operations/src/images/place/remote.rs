@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use super::objects::{
     COMPLETE, DAMAGED_THERE, MAX_LISTING, NamedObjects, ObjectListing, REMOVING, UNSENT, WRITING,
-    numbers_of,
+    numbers_of, sound_numbers,
 };
 use super::prune::KEPT;
 use super::storage::{ObjectStorage, Stops, Transfer};
@@ -114,7 +114,7 @@ impl Place {
             return Ok(own);
         };
         let names = objects.storage.names(objects.name)?;
-        let (mut all, claimed) = (numbers_of(&names, COMPLETE), numbers_of(&names, WRITING));
+        let (mut all, claimed) = (sound_numbers(&names), numbers_of(&names, WRITING));
         // Without its claim it is of a place that was emptied since.
         let unsent = |n: &u64| claimed.contains(n) && self.complete(*n).join(UNSENT).exists();
         all.extend(own.into_iter().filter(unsent));
@@ -259,9 +259,10 @@ impl Place {
         objects.sweep()?;
         let Some(keep) = keep else { return Ok(()) };
         let kept = objects.numbers(KEPT)?.pop().unwrap_or(0);
+        let sound = objects.sound()?;
+        let stay = &sound[sound.len().saturating_sub(keep)..];
         let mut old = objects.numbers(COMPLETE)?;
-        old.retain(|number| *number > kept);
-        old.truncate(old.len().saturating_sub(keep));
+        old.retain(|number| *number > kept && !stay.contains(number));
         // A checkpoint builds upon older ones.
         old.into_iter()
             .rev()
@@ -278,14 +279,11 @@ impl Place {
         }
     }
 
-    /// Takes a damaged checkpoint from those that are restored, unless another builds upon it.
+    /// Takes a damaged checkpoint from those that are restored and built upon. It stays for those that build upon it already.
     pub(super) fn set_aside_there(&self, number: u64) -> io::Result<()> {
         let Some(objects) = self.objects()? else {
             return Ok(());
         };
-        if objects.is_needed(number)? {
-            return Ok(());
-        }
         let key = objects.numbered(COMPLETE, number);
         let Some(text) = if_there(objects.storage.read(&key, MAX_LISTING))? else {
             return Ok(());
@@ -293,6 +291,9 @@ impl Place {
         objects
             .storage
             .write(&objects.numbered(DAMAGED_THERE, number), &text)?;
+        if objects.is_needed(number)? {
+            return Ok(());
+        }
         objects.storage.remove(&key)
     }
 }

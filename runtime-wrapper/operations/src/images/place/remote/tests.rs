@@ -125,13 +125,16 @@ fn what_others_build_upon_stays() {
     place.completed_there(&second, Some(1)).unwrap();
     assert_eq!(numbers(&place.newest_first().unwrap()), ["2", "1"]);
     place.set_aside_there(1).unwrap();
-    assert_eq!(numbers(&place.newest_first().unwrap()), ["2", "1"]);
+    assert_eq!(numbers(&place.newest_first().unwrap()), ["2"]);
+    assert!(objects.is_there(COMPLETE, 1).unwrap(), "another needs it");
+    assert_eq!(objects.sound().unwrap(), [2], "no other builds upon it");
     // A killed process's claim, and a mark of one that was killed while it removed the other.
     objects.storage.write("job/removing-000009", b"").unwrap();
     of_other.remove(1).unwrap();
     place.completed_there(&second, Some(1)).unwrap();
     assert_eq!(numbers(&place.newest_first().unwrap()), ["2"]);
-    assert_eq!(objects.storage.names("job").unwrap(), ["complete-000002"]);
+    let left = objects.storage.names("job").unwrap();
+    assert_eq!(left, ["complete-000002", "damaged-000001"]);
     place.set_aside_there(2).unwrap();
     assert!(place.newest_first().unwrap().is_empty());
     assert_eq!(place.last_there().unwrap(), 2);
