@@ -238,18 +238,18 @@ impl Vram {
     }
 
     /// Checks that the VRAM files of an image directory and all that they build on are there, without keeping them open:
-    /// a long chain has more files than a process may have open. Returns the length of the chain of parents.
+    /// a long chain has more files than a process may have open. Returns the directories of its parents, the nearest first.
     pub fn check(
         dir: &Path,
         digest: Option<ChunkDigest>,
         search: &[PathBuf],
-    ) -> Result<Option<usize>, VramError> {
+    ) -> Result<Option<Vec<PathBuf>>, VramError> {
         let opening = Opening {
             keep: false,
             ..Opening::new(search)
         };
         let found = Self::open_at(dir, digest, opening)?;
-        Ok(found.map(|vram| vram.depth()))
+        Ok(found.map(|vram| vram.parents().map(|parent| parent.dir.clone()).collect()))
     }
 
     fn open_at(
@@ -340,9 +340,9 @@ impl Vram {
         self.parent.as_deref()
     }
 
-    /// The length of the chain of parents.
-    pub fn depth(&self) -> usize {
-        std::iter::successors(self.parent(), |vram| vram.parent()).count()
+    /// Returns what it builds upon, and what that builds upon, the nearest first.
+    pub(super) fn parents(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(self.parent(), |vram| vram.parent())
     }
 
     pub fn facts(&self) -> VramFacts {

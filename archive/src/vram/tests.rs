@@ -191,7 +191,7 @@ fn a_chain_of_parents() {
         assert_eq!(load(&open(dir), 0).unwrap(), data);
     }
     open(&dirs[2]).verify(2, &NEVER).unwrap();
-    assert_eq!(open(&dirs[2]).depth(), 2);
+    assert_eq!(open(&dirs[2]).parents().count(), 2);
     // Complete, without the others.
     let whole = root.path().join("whole");
     std::fs::create_dir(&whole).unwrap();

@@ -1,7 +1,8 @@
 //! Keeps checkpoints of containers in a directory that hosts may share, or in object storage ([`remote`]).
 //!
 //! A container's checkpoints are `PLACE/NAME/NUMBER`; the highest number is the newest. One that is being written is
-//! `.partial-NUMBER`, and gets its name when it is complete; one that is found damaged is `.damaged-NUMBER`. NAME is the container's own choice ([`name`]), as the next
+//! `.partial-NUMBER`, and gets its name when it is complete; one that is found damaged is `.damaged-NUMBER`,
+//! or has a file `.damaged` as long as others need it. NAME is the container's own choice ([`name`]), as the next
 //! host makes a container with another id.
 
 pub mod copies;
@@ -53,6 +54,8 @@ const POD: [[&str; 3]; 2] = [
 const MAX_NAME: usize = 200;
 const PARTIAL: &str = ".partial-";
 const DAMAGED: &str = ".damaged-";
+/// The file in a damaged checkpoint that keeps its name.
+const DAMAGED_HERE: &str = ".damaged";
 /// A file that has not got its name yet.
 const NEW: &str = ".new-";
 const CLOCK: &str = ".clock-";
@@ -324,8 +327,8 @@ impl Place {
         Ok(newest_first.collect())
     }
 
-    /// Takes its name from a damaged checkpoint, unless it is in use, or another builds upon its GPU memory. Returns where it
-    /// is now.
+    /// Takes its name from a damaged checkpoint. One that is in use, or upon whose GPU memory another builds, keeps it, and is
+    /// restored and built upon no more. Returns where it is now.
     pub fn set_aside(&self, checkpoint: &Path) -> PathBuf {
         let name = checkpoint.file_name().unwrap_or_default();
         let aside = self
@@ -341,10 +344,13 @@ impl Place {
             }
             return Path::new(&self.shown()).join(name);
         }
-        match is_aside {
-            true => aside,
-            false => checkpoint.to_owned(),
+        if is_aside {
+            return aside;
         }
+        if let Err(e) = File::create(checkpoint.join(DAMAGED_HERE)) {
+            tracing::warn!("{}: {e}", checkpoint.display());
+        }
+        checkpoint.to_owned()
     }
 
     /// Gives a complete checkpoint its name whose writer was killed before it could.
@@ -439,6 +445,13 @@ impl Place {
             let _ = remove_all(&path);
         }
     }
+}
+
+/// Returns true if a checkpoint was found damaged.
+pub fn is_damaged(checkpoint: &Path) -> bool {
+    let name = checkpoint.file_name().unwrap_or_default();
+    name.as_encoded_bytes().starts_with(DAMAGED.as_bytes())
+        || checkpoint.join(DAMAGED_HERE).exists()
 }
 
 /// Locks a file that exists against all others; `None`: another process has it locked. NFS wants it open for writing.

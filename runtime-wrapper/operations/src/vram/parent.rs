@@ -132,10 +132,13 @@ fn usable(config: &Config, images: &Path, directory: &Path) -> Result<Option<Hel
         return Ok(None);
     };
     let digest = facts.digest.parse::<ChunkDigest>()?;
-    let depth = Vram::check(directory, Some(digest), &config.search());
-    let depth = depth.map_err(|e| e.to_string())?;
-    let depth = depth.ok_or_else(|| format!("{} is missing", names::VRAM_INDEX))?;
-    if depth + 1 >= LONGEST {
+    let parents = Vram::check(directory, Some(digest), &config.search());
+    let parents = parents.map_err(|e| e.to_string())?;
+    let parents = parents.ok_or_else(|| format!("{} is missing", names::VRAM_INDEX))?;
+    if let Some(damaged) = parents.iter().find(|parent| place::is_damaged(parent)) {
+        return Err(format!("{} is damaged", damaged.display()));
+    }
+    if parents.len() + 1 >= LONGEST {
         tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
         return Ok(None);
     }
@@ -214,8 +217,9 @@ fn complete_in(directory: &Path) -> Vec<(SystemTime, PathBuf)> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     entries
         .take(MAX_SIBLINGS)
-        // What a place has set aside as damaged, or is not complete.
+        // What is not complete begins so, too.
         .filter(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
+        .filter(|entry| !place::is_damaged(&entry.path()))
         .filter_map(|entry| {
             let metadata = entry.path().join(names::METADATA);
             let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;
@@ -322,6 +326,8 @@ mod tests {
         make("web-1/.damaged-000004", 5, true);
         make("web-1/.partial-000005", 5, true);
         assert_eq!(parent_of("web-1"), ["web-1/000002", "web-1/000001"]);
+        std::fs::write(place.join("web-1/000002/.damaged"), "").unwrap();
+        assert_eq!(parent_of("web-1"), ["web-1/000001"], "others need it still");
         assert_eq!(place::name_of_partial(&place.join("web-1/000002")), None);
     }
 
@@ -360,6 +366,13 @@ mod tests {
             }
         }
         assert_eq!(whole, [1, LONGEST + 1]);
+        let images = place.join("job/.partial-1");
+        let parent = || automatic(&Config::default(), &images, "job").map(|held| held.parent);
+        let newest = place.join(format!("job/{:06}", LONGEST + 2));
+        assert_eq!(parent().unwrap().directory, newest);
+        let damaged = place.join(format!("job/{:06}/.damaged", LONGEST + 1));
+        std::fs::write(damaged, "").unwrap();
+        assert!(parent().is_none(), "the newest builds upon a damaged one");
     }
 
     #[test]

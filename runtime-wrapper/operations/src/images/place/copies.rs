@@ -250,6 +250,10 @@ impl Place {
         let (mut place, mut at) = (self.clone(), number);
         let mut outcome = FetchOutcome::Here;
         for _ in 0..MAX_ANCESTORS {
+            if !whole && place.is_damaged_there(at)? {
+                let damaged = format!("{}/{at:06}", place.shown());
+                return Ok(FetchOutcome::Damaged(damaged));
+            }
             match place.bring_one(at, whole, stops) {
                 Ok(true) => outcome = FetchOutcome::Fetched,
                 Ok(false) => {}

@@ -71,8 +71,9 @@ impl Place {
         }
         let kept = self.numbers(KEPT)?.pop().unwrap_or(0);
         let mut old = self.numbers("")?;
-        old.retain(|number| *number > kept);
-        old.truncate(old.len().saturating_sub(keep));
+        let sound = self.complete_numbers()?;
+        let stay = &sound[sound.len().saturating_sub(keep)..];
+        old.retain(|number| *number > kept && !stay.contains(number));
         // A checkpoint builds upon older ones.
         old.iter()
             .rev()
@@ -228,8 +229,12 @@ mod tests {
         assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
         let third = place.complete(3);
         assert_eq!(place.set_aside(&third), third, "damaged or not");
+        let sound = place.newest_first().unwrap();
+        assert!(!sound.contains(&third), "nothing restores it");
+        place.prune(4).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
         fs::remove_dir_all(dir.path().join("c2")).unwrap();
-        place.prune(2).unwrap();
+        place.prune(4).unwrap();
         assert_eq!(place.numbers("").unwrap(), [1, 2, 4, 5]);
         place.prune(1).unwrap();
         assert_eq!(place.numbers("").unwrap(), [5]);

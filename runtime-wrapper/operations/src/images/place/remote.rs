@@ -35,7 +35,7 @@ use super::objects::{
 };
 use super::prune::KEPT;
 use super::storage::{ObjectStorage, Stops, Transfer};
-use super::{PartialCheckpoint, Place, copies};
+use super::{PartialCheckpoint, Place, copies, is_damaged};
 
 /// The host's directories of places in object storage.
 const COPIES: &str = "/var/lib/cryopod/places";
@@ -106,11 +106,12 @@ impl Place {
         }
     }
 
-    /// Returns the numbers of the complete checkpoints: those of the storage, and the host's own that were not sent as the
+    /// Returns the numbers of the complete checkpoints that were not found damaged: those of the storage, and the host's own that were not sent as the
     /// container was killed before.
     pub(super) fn complete_numbers(&self) -> io::Result<Vec<u64>> {
-        let own = self.numbers("")?;
+        let mut own = self.numbers("")?;
         let Some(objects) = self.objects()? else {
+            own.retain(|number| !is_damaged(&self.complete(*number)));
             return Ok(own);
         };
         let names = objects.storage.names(objects.name)?;
@@ -277,6 +278,11 @@ impl Place {
                 .storage
                 .write(&objects.key(&format!("{KEPT}{number}")), b""),
         }
+    }
+
+    pub(super) fn is_damaged_there(&self, number: u64) -> io::Result<bool> {
+        let objects = self.objects()?;
+        objects.map_or(Ok(false), |objects| objects.is_there(DAMAGED_THERE, number))
     }
 
     /// Takes a damaged checkpoint from those that are restored and built upon. It stays for those that build upon it already.
