@@ -208,7 +208,7 @@ fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
     assert!(used.is_some());
     assert_eq!(place.set_aside(older), *older);
     assert!(place.set_aside(newest).ends_with(".damaged-000003"));
-    assert_eq!(place.newest_first().unwrap(), [oldest.clone()]);
+    assert_eq!(place.newest_first().unwrap(), std::slice::from_ref(oldest));
     let next = place.begin().unwrap().complete().unwrap();
     assert!(next.ends_with("000004"), "{next:?}");
 }
