@@ -106,8 +106,8 @@ impl Place {
         }
     }
 
-    /// Returns the numbers of the complete checkpoints that were not found damaged: those of the storage, and the host's own that were not sent as the
-    /// container was killed before.
+    /// Returns the numbers of the complete checkpoints that were not found damaged: those of the storage, and the host's own
+    /// that were not sent as the container was killed before.
     pub(super) fn complete_numbers(&self) -> io::Result<Vec<u64>> {
         let mut own = self.numbers("")?;
         let Some(objects) = self.objects()? else {
