@@ -296,3 +296,35 @@ fn what_a_newer_version_wrote_is_no_damage_and_what_is_damaged_there_is_set_asid
     assert_eq!(aside, Path::new("s3://jobs/team/job/000002"));
     assert_eq!(numbers(&place.newest_first().unwrap()), ["1"]);
 }
+
+#[test]
+fn what_builds_upon_a_damaged_one_is_no_parent() {
+    let store = Arc::new(InMemory::new());
+    let host = OneHost::of(&store);
+    let place = host.place("job");
+    complete(&place, "first");
+    complete(&place, "second");
+    let objects = place.objects().unwrap().unwrap();
+    let mut listing = objects.listing(2).unwrap();
+    listing.upon = Some("job/000001".into());
+    let text = serde_json::to_vec(&listing).unwrap();
+    objects.storage.write("job/complete-000002", &text).unwrap();
+    objects
+        .storage
+        .write("job/needed-000001-by-job-000002", b"")
+        .unwrap();
+    let parent = |partial: &PartialCheckpoint| copies::parent_of_partial(partial.path()).unwrap();
+    let partial = place.begin().unwrap();
+    assert_eq!(parent(&partial), Some(place.complete(2)));
+    drop(partial);
+    place.set_aside_there(1).unwrap();
+    assert_eq!(objects.sound().unwrap(), [2], "itself it is sound");
+    let partial = place.begin().unwrap();
+    assert_eq!(parent(&partial), None);
+    // Its need is given up.
+    let needs = objects.storage.names("job").unwrap();
+    assert!(
+        !needs.iter().any(|name| name.starts_with("needed-000002")),
+        "{needs:?}"
+    );
+}
