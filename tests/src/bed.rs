@@ -283,6 +283,11 @@ pub fn containerd_has_cri_checkpoints() -> bool {
     env::var("SUITE").as_deref() == Ok("forky") || env::var_os("CRYOPOD_CONTAINERD").is_some()
 }
 
+/// The bed has a server of object storage: that of trixie has, which is the default.
+pub fn has_object_storage() -> bool {
+    env::var("SUITE").map_or(true, |suite| suite == "trixie")
+}
+
 /// Why this machine cannot run the bed with this cgroup set-up; asked once per test program.
 fn unavailable(cgroup: Cgroup) -> Option<&'static str> {
     static REASONS: [OnceLock<Option<String>>; 4] = [const { OnceLock::new() }; 4];

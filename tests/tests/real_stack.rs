@@ -9,7 +9,7 @@
     reason = "tests report by failing"
 )]
 
-use cryopod_tests::bed::{Bed, Cgroup, containerd_has_cri_checkpoints};
+use cryopod_tests::bed::{Bed, Cgroup, containerd_has_cri_checkpoints, has_object_storage};
 
 mod check;
 mod containers;
@@ -52,6 +52,15 @@ fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
 fn run_cri(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
     if !containerd_has_cri_checkpoints() {
         println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
+        return None;
+    }
+    run(cgroup, arguments, scripts)
+}
+
+/// Likewise if the bed has a server of object storage.
+fn run_with_objects(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
+    if !has_object_storage() {
+        println!("only with SUITE=trixie: another bed has no S3 server");
         return None;
     }
     run(cgroup, arguments, scripts)
@@ -163,6 +172,10 @@ mod on_stop {
         compose: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/compose.sh";
         systemd: V2 [] "archive/lib.sh" + "on_stop/systemd.sh";
         replicas: V2 ["crun"] "archive/lib.sh" + "on_stop/replicas.sh";
+    }
+
+    crate::scenarios! {
+        with crate::run_with_objects;
         objects: V2 ["crun"] "archive/lib.sh" + "on_stop/storage.sh" + "on_stop/objects.sh";
     }
 
@@ -182,7 +195,13 @@ mod on_stop {
         let rounds = crate::setting("FAULT_ROUNDS", arguments[1]);
         let seed = crate::setting("FAULT_SEED", arguments[2]);
         let all = [&[arguments[0], &rounds, &seed], &arguments[3..]].concat();
-        crate::run(cgroup, &all, scripts);
+        let needs_objects = arguments[3..].contains(&"objects");
+        let run = if needs_objects {
+            crate::run_with_objects
+        } else {
+            crate::run
+        };
+        run(cgroup, &all, scripts);
     }
 
     crate::scenarios! {

@@ -4,19 +4,14 @@ The first goes on at each checkpoint: its shims and its processes live through a
 a line of numbers every tenth cycle, and at the end how much each grows in 100 cycles: least squares over the second half. Fails if a
 count grows, or the memory of cryopod's shim or the container by more than a tenth."""
 import os
-import subprocess
 import sys
 
 import campaign
 from campaign import Container, must, processes, read, run
+from growth import files_in, kib_of, memory, report
 
 CYCLES = int(sys.argv[3])
 SIZES = ["/run/cryopod", "/var/lib/cryopod", "/var/cache/cryopod", "/var/lib/containerd", "/var/lib/docker", "/tmp"]
-
-
-def memory(pid):
-    """KiB that no other process shares."""
-    return sum(int(line.split()[1]) for line in read(f"/proc/{pid}/smaps_rollup").split("\n") if line.startswith("Private_"))
 
 
 def measured(stays):
@@ -32,22 +27,15 @@ def measured(stays):
         seen[f"{name} descriptors"] = len(os.listdir(f"/proc/{pid}/fd"))
         seen[f"{name} mounts"] = read(f"/proc/{pid}/mountinfo").count("\n")
     seen["processes"] = len(list(processes()))
-    seen["cgroups"] = sum(len(dirs) for _, dirs, _ in os.walk("/sys/fs/cgroup"))
+    seen["cgroups"] = files_in("/sys/fs/cgroup", directories=True)
     seen["leases"] = len(run("ctr", "-n", "moby", "leases", "ls", "-q")[1].split())
     seen["contents"] = len(run("ctr", "-n", "moby", "content", "ls", "-q")[1].split())
     for place in SIZES:
-        seen[f"{place} files"] = sum(len(files) for _, _, files in os.walk(place))
+        seen[f"{place} files"] = files_in(place)
         if place == "/tmp":  # has the daemons' logs
             continue
-        seen[f"{place} KiB"] = int(subprocess.run(["du", "-skx", place], capture_output=True, text=True, check=False).stdout.split("\t")[0] or 0)
+        seen[f"{place} KiB"] = kib_of(place)
     return seen
-
-
-def slope(points):
-    """Of y over x."""
-    n = len(points)
-    x, y = sum(p[0] for p in points) / n, sum(p[1] for p in points) / n
-    return sum((a - x) * (b - y) for a, b in points) / (sum((a - x) ** 2 for a, _ in points) or 1)
 
 
 def main():
@@ -72,19 +60,9 @@ def main():
             if cycle == 10:
                 print("cycle", *(name.replace(" ", "_") for name in table[0][1]), sep="\t")
             print(cycle, *table[-1][1].values(), sep="\t", flush=True)
-    grows = []
-    half = table[len(table) // 2:]
-    for name in half[0][1]:
-        points = [(cycle, seen[name]) for cycle, seen in half if name in seen]
-        each = slope(points) * 100
-        added = slope(points) * (points[-1][0] - points[0][0])
-        print(f"{name}: {points[0][1]} to {points[-1][1]}, {each:+.2f} in 100 cycles")
-        size = name.endswith("KiB")
-        if added > (points[0][1] / 10 + 256 if size else 2) and not name.startswith(("dockerd KiB", "containerd KiB", "containerd's")):
-            grows.append(name)
     for c in (stays, moves):
         c.remove()
-    print(f"soak: {CYCLES} cycles, {len(grows)} grow" + "".join(f", {name}" for name in grows))
+    grows = report(f"{CYCLES} cycles", table, ("dockerd KiB", "containerd KiB", "containerd's"))
     sys.stdout.flush()
     os._exit(bool(grows))
 
