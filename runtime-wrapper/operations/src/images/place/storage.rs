@@ -33,8 +33,10 @@ const PART: u64 = 16 << 20;
 const AT_ONCE: usize = 8;
 /// The most parts of one object: S3's limit.
 const MAX_PARTS: u64 = 10_000;
-/// Of one request with its body, and of all its repetitions.
-const REQUEST_LIMIT: Duration = Duration::from_secs(60);
+/// Of one request with its body: storage may take minutes to put a large object together from its parts (S3's manual of
+/// CompleteMultipartUpload). Whoever sends or fetches has a limit of its own.
+const REQUEST_LIMIT: Duration = Duration::from_secs(300);
+/// Of all repetitions of a request.
 const RETRY_LIMIT: Duration = Duration::from_secs(30);
 /// Of a request for what is small, with its repetitions: a container may stand still meanwhile.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
