@@ -62,9 +62,9 @@ campaign-power: ## power cuts at random points of checkpoint, export, pack, prun
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/power-cuts $(or $(SEED),$(shell date +%s)) $(or $(CUTS),200)
 
-soak: ## one container is checkpointed and restored again and again: what grows with it: CYCLES
+soak: ## containers are checkpointed and restored again and again: what grows with it: CYCLES, ALONE=alone
 	cargo build --quiet --workspace
-	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/soak $(or $(CYCLES),500)
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/soak $(or $(CYCLES),500) $(ALONE)
 
 test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
 	$(MAKE) --no-print-directory build BUILD=--workspace
