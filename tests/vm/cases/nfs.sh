@@ -152,8 +152,8 @@ check 'forth: the other one is refused' says /tmp/said 'it runs as container c2 
 date -s '-5 hours' > /dev/null
 if begin a c1; then exit 1; fi
 check 'back: the other one is refused' says /tmp/said 'it runs as container c2 on b b-id'
-# The kernel's server whose clock was set back may answer the removal of a file with "later" for minutes (NFS4ERR_DELAY: it recalls
-# a delegation from a host whose network was gone). What is superseded goes late; nobody waits for that.
+# When the server's clock is set back, a removal may stay in the kernel's NFS for minutes; why was not found out (a delegation that is
+# recalled, perhaps). What is superseded goes late; the next start does not wait for that.
 end b c2
 check 'a start after that' begin a c1
 wait_for reached a c1 $((last + 3))

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from campaign import GPU_NODES, LIBRARIES, Container, must, processes, read, until
+from campaign import GPU_NODES, Container, must, processes, read, until
 from growth import files_in, kib_of, memory, report
 
 LOW, CYCLES = sys.argv[1], int(sys.argv[3])
