@@ -23,6 +23,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -36,7 +37,7 @@ use nix::unistd::Pid;
 
 use crate::config::restore::Asker;
 use crate::config::tenant::{Tenant, holds_pod};
-use crate::config::{Config, CriuValue};
+use crate::config::{Config, CriuValue, TimeLimits};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
@@ -200,14 +201,51 @@ impl PlacedRequest<'_> {
 
     /// Lists what a complete checkpoint has, and removes those that it supersedes.
     fn completed(&self, ctx: &Context, place: &Place, checkpoint: &Path) {
-        if let Err(e) = integrity::list(&ctx.config, checkpoint) {
-            tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
-        }
-        if let Err(e) = place.completed_there(checkpoint, self.keep) {
-            tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
-        }
-        if let Some(Err(e)) = self.keep.map(|keep| place.prune(keep)) {
-            tracing::warn!("{}: older checkpoints stay: {e}", self.place.place);
+        let (place, checkpoint, keep) = (place.clone(), checkpoint.to_owned(), self.keep);
+        let config = ctx.config.clone();
+        let shown = self.place.place.to_owned();
+        attend_place(&ctx.config.limits, self.place.place, move |more_time| {
+            more_time(integrity::limit(&config, &checkpoint));
+            if let Err(e) = integrity::list(&config, &checkpoint) {
+                tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
+            }
+            more_time(config.limits.checkpoint(0));
+            if let Err(e) = place.completed_there(&checkpoint, keep) {
+                tracing::warn!("{shown}: older checkpoints stay: {e}");
+            }
+            if let Some(Err(e)) = keep.map(|keep| place.prune(keep)) {
+                tracing::warn!("{shown}: older checkpoints stay: {e}");
+            }
+        });
+    }
+}
+
+/// Works in a place, for no longer than a checkpoint may take, or than the work says itself: a server may never answer. The end
+/// of this process ends what is left of it.
+fn attend_place(
+    limits: &TimeLimits,
+    place: &str,
+    work: impl FnOnce(&dyn Fn(Duration)) + Send + 'static,
+) {
+    let (sender, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let more_time = |limit| {
+            let _ = sender.send(Some(limit));
+        };
+        work(&more_time);
+        let _ = sender.send(None);
+    });
+    let mut limit = limits.checkpoint(0);
+    loop {
+        match told.recv_timeout(limit) {
+            Ok(Some(more)) => limit = more,
+            Ok(None) => return,
+            Err(_) => {
+                let limit = limit.as_secs();
+                return tracing::warn!(
+                    "{place}: no answer within {limit} s (limits.checkpoint_s): what was to be removed there stays until the next stop"
+                );
+            }
         }
     }
 }
@@ -380,7 +418,10 @@ pub fn main(ctx: &Context) -> ExitCode {
     if let Err(e) = unlocked {
         tracing::warn!("{id}: {e}");
     }
-    drop(incomplete);
+    if let Some(partial) = incomplete {
+        let place = partial.shown();
+        attend_place(&ctx.config.limits, &place, move |_| drop(partial));
+    }
     ExitCode::FAILURE
 }
 
@@ -545,4 +586,33 @@ fn checkpoint_of(
         Error::Failed("the checkpoint's command line cannot be understood".to_owned())
     })?;
     Ok((Context { config, low, args }, inv))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_that_never_answers_is_left() {
+        let limits = |checkpoint_s| TimeLimits {
+            checkpoint_s,
+            ..TimeLimits::default()
+        };
+        let (_never, answer) = mpsc::channel::<()>();
+        attend_place(&limits(0), "/place", move |more_time| {
+            more_time(Duration::ZERO);
+            let _ = answer.recv();
+        });
+        let (sender, done) = mpsc::channel();
+        attend_place(&limits(0), "/place", move |_| {
+            let _ = sender.send(());
+        });
+        assert!(done.recv().is_ok(), "another's work goes on");
+        let (sender, done) = mpsc::channel();
+        attend_place(&limits(900), "/place", move |more_time| {
+            more_time(Duration::from_secs(900));
+            let _ = sender.send(());
+        });
+        assert!(done.try_recv().is_ok(), "it waits for the work");
+    }
 }

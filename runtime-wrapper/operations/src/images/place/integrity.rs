@@ -75,7 +75,8 @@ pub fn damage_of_vram(config: &Config, checkpoint: &Path) -> Option<String> {
     }
 }
 
-fn limit(config: &Config, checkpoint: &Path) -> Duration {
+/// Returns how long all files of a checkpoint may take to be read.
+pub fn limit(config: &Config, checkpoint: &Path) -> Duration {
     let files = fs::read_dir(checkpoint).into_iter().flatten().flatten();
     let bytes = files.filter_map(|file| Some(file.metadata().ok()?.len()));
     config.limits.restore(bytes.sum())
