@@ -94,6 +94,47 @@ check 'again and again' wait_for often
 podman rm -f -t 0 c8 > /dev/null
 check 'two stay' test "$(marks often | tr ' ' '\n' | grep -c complete)" -le 3
 
+# ---- storage that makes an object twice ----
+cat > /tmp/forgets.py <<'END'
+# Passes all requests on to the server, but for one header.
+import http.client, http.server
+class Proxy(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("if-none-match", "connection")}
+        server = http.client.HTTPConnection("127.0.0.1", 5555)
+        server.request(self.command, self.path, body, headers)
+        answer = server.getresponse()
+        data = answer.read()
+        self.send_response_only(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", answer.getheader("Content-Length") if self.command == "HEAD" else len(data))
+        self.end_headers()
+        self.wfile.write(data)
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+http.server.ThreadingHTTPServer(("127.0.0.1", 5556), Proxy).serve_forever()
+END
+python3 /tmp/forgets.py > /tmp/forgets.log 2>&1 &
+forgets=$!
+disown
+wait_for s3 http://127.0.0.1:5556/ > /dev/null
+sed -i s/5555/5556/ /etc/cryopod/objects.env
+mapfile -t twice < <(to twice)
+if pod run -d --name t1 "${newest[@]}" "${start[@]}" "${twice[@]}" "${plain[@]}" > /tmp/said 2>&1; then exit 1; fi
+check 'it holds no leases' says /tmp/said 'this storage ignores `If-None-Match`, so it holds no leases'
+pod run -d --name t2 "${twice[@]}" --annotation=dev.cryopod.copies=many --network none localhost/busybox \
+    sh -c 'trap "exit 7" TERM; while :; do sleep 0.1; done' > /dev/null
+check 'a stop there' stopped -t 60 t2
+check 'is the container'"'"'s own' test "$(exit_code t2)" = 7
+check 'and says why' says "$log" 'ignores `If-None-Match`: two containers could write one checkpoint'
+check 'with nothing left' test "$(objects twice/ | wc -l)" = 0
+podman rm -f -t 0 t1 t2 > /dev/null 2>&1
+kill "$forgets"
+sed -i s/5556/5555/ /etc/cryopod/objects.env
+
 # ---- with a GPU ----
 weights() { # CONTAINER NAME ARG...: handles TERM
     pod run -d --name "$1" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim \

@@ -145,7 +145,14 @@ impl Place {
         File::create(partial.join(UNSENT))?;
         let host = super::lease::this_host();
         let claim = objects.numbered(WRITING, number);
-        objects.storage.create(&claim, host.as_bytes())
+        let is_claimed = objects.storage.create(&claim, host.as_bytes())?;
+        if is_claimed && objects.storage.create(&claim, host.as_bytes())? {
+            objects.storage.remove(&claim)?;
+            return Err(io::Error::other(
+                "this storage ignores `If-None-Match`: two containers could write one checkpoint; use another",
+            ));
+        }
+        Ok(is_claimed)
     }
 
     /// Gives a number up of which nothing was sent. Else the claim stays for a day, as what is under way must not reach the next
