@@ -62,9 +62,9 @@ campaign-power: ## power cuts at random points of checkpoint, export, pack, prun
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/power-cuts $(or $(SEED),$(shell date +%s)) $(or $(CUTS),200)
 
-soak: ## containers are checkpointed and restored again and again: what grows with it: CYCLES, ALONE=alone
+soak: ## containers are checkpointed and restored again and again: what grows with it: CYCLES, KIND=alone or many
 	cargo build --quiet --workspace
-	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/soak $(or $(CYCLES),500) $(ALONE)
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/soak $(or $(CYCLES),500) $(KIND)
 
 test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
 	$(MAKE) --no-print-directory build BUILD=--workspace

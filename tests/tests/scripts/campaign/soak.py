@@ -1,6 +1,7 @@
-"""soak.py LOW ENGINES CYCLES: checkpoints and restores two GPU containers again and again, and measures all that lives long.
+"""soak.py LOW ENGINES CYCLES [many]: checkpoints and restores two GPU containers again and again, and measures all that lives long.
 
-The first goes on at each checkpoint: its shims and its processes live through all of them. The second ends, and comes back. Prints
+The first goes on at each checkpoint: its shims and its processes live through all of them. The second ends, and comes back; with
+"many" each cycle makes it anew and removes it, and the first is checkpointed in each tenth. Prints
 a line of numbers every tenth cycle, and at the end how much each grows in 100 cycles: least squares over the second half. Fails if a
 count grows, or the memory of cryopod's shim or the container by more than a tenth."""
 import os
@@ -10,7 +11,7 @@ import campaign
 from campaign import Container, must, processes, read, run
 from growth import files_in, kib_of, memory, report
 
-CYCLES = int(sys.argv[3])
+CYCLES, MANY = int(sys.argv[3]), sys.argv[4] == "many"
 SIZES = ["/run/cryopod", "/var/lib/cryopod", "/var/cache/cryopod", "/var/lib/containerd", "/var/lib/docker", "/tmp"]
 
 
@@ -38,26 +39,36 @@ def measured(stays):
     return seen
 
 
+def begin(container):
+    must(*container.create())
+    campaign.until(lambda: container.at() > 1)
+
+
 def main():
     campaign.prepare()
     stays, moves = Container("stays", "docker", "gpu1", "ours"), Container("moves", "docker", "gpu-threads", "ours")
     for c in (stays, moves):
-        must(*c.create())
-        campaign.until(lambda c=c: c.at() > 1)
+        begin(c)
     table = []
     for cycle in range(1, CYCLES + 1):
-        must("docker", "checkpoint", "create", "--leave-running", stays.name, "kept")
-        must("docker", "checkpoint", "rm", stays.name, "kept")
+        if not MANY or cycle % 10 == 0:
+            must("docker", "checkpoint", "create", "--leave-running", stays.name, "kept")
+            must("docker", "checkpoint", "rm", stays.name, "kept")
         must("docker", "checkpoint", "create", moves.name, "left")
         campaign.until(lambda: moves.status() == "gone")
         must("docker", "start", "--checkpoint", "left", moves.name)
         must("docker", "checkpoint", "rm", moves.name, "left")
-        if cycle % 10 == 0:
+        if MANY:
+            moves.goes_on()
+            moves.remove()
+            moves = Container(f"moves-{cycle}", "docker", "gpu-threads", "ours")
+            begin(moves)
+        if cycle % (50 if MANY else 10) == 0:
             for c in (stays, moves):
                 c.goes_on()
             campaign.until(lambda: not run("ctr", "-n", "moby", "content", "ls", "-q")[1], 30)
             table.append((cycle, measured(stays)))
-            if cycle == 10:
+            if len(table) == 1:
                 print("cycle", *(name.replace(" ", "_") for name in table[0][1]), sep="\t")
             print(cycle, *table[-1][1].values(), sep="\t", flush=True)
     for c in (stays, moves):
