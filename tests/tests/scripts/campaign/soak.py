@@ -1,9 +1,9 @@
-"""soak.py LOW ENGINES CYCLES [many]: checkpoints and restores two GPU containers again and again, and measures all that lives long.
+"""soak.py LOW ENGINES CYCLES MANY: checkpoints and restores two GPU containers again and again, and measures all that lives long.
 
 The first goes on at each checkpoint: its shims and its processes live through all of them. The second ends, and comes back; with
-"many" each cycle makes it anew and removes it, and the first is checkpointed in each tenth. Prints
-a line of numbers every tenth cycle, and at the end how much each grows in 100 cycles: least squares over the second half. Fails if a
-count grows, or the memory of cryopod's shim or the container by more than a tenth."""
+MANY (1) each cycle makes it anew and removes it, and the first is checkpointed in each tenth. Prints a line of numbers every tenth
+cycle (MANY: fiftieth), and at the end how much each grows in 100 cycles: least squares over the second half. Fails if a count grows,
+or the memory of cryopod's shim or the container by more than a tenth."""
 import os
 import sys
 
@@ -11,7 +11,7 @@ import campaign
 from campaign import Container, must, processes, read, run
 from growth import files_in, kib_of, memory, report
 
-CYCLES, MANY = int(sys.argv[3]), sys.argv[4] == "many"
+CYCLES, MANY = int(sys.argv[3]), sys.argv[4] == "1"
 SIZES = ["/run/cryopod", "/var/lib/cryopod", "/var/cache/cryopod", "/var/lib/containerd", "/var/lib/docker", "/tmp"]
 
 
