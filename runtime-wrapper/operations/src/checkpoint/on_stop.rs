@@ -23,7 +23,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -205,7 +205,8 @@ impl PlacedRequest<'_> {
         let config = ctx.config.clone();
         let shown = self.place.place.to_owned();
         attend_place(&ctx.config.limits, self.place.place, move |more_time| {
-            more_time(integrity::limit(&config, &checkpoint));
+            // The list has a limit of its own, which is to be over first.
+            more_time(integrity::limit(&config, &checkpoint) + config.limits.checkpoint(0));
             if let Err(e) = integrity::list(&config, &checkpoint) {
                 tracing::warn!("{}: damage will not be found: {e}", checkpoint.display());
             }
@@ -220,8 +221,8 @@ impl PlacedRequest<'_> {
     }
 }
 
-/// Works in a place, for no longer than a checkpoint may take, or than the work says itself: a server may never answer. The end
-/// of this process ends what is left of it.
+/// Does work in a place, with the time limit of a checkpoint: a server may never answer. The work may set a new limit for its next
+/// step. What still waits then ends with this process.
 fn attend_place(
     limits: &TimeLimits,
     place: &str,
@@ -240,10 +241,15 @@ fn attend_place(
         match told.recv_timeout(limit) {
             Ok(Some(more)) => limit = more,
             Ok(None) => return,
-            Err(_) => {
+            Err(RecvTimeoutError::Timeout) => {
                 let limit = limit.as_secs();
                 return tracing::warn!(
-                    "{place}: no answer within {limit} s (limits.checkpoint_s): what was to be removed there stays until the next stop"
+                    "{place}: no answer within {limit} s: what is left to do there waits for the next checkpoint"
+                );
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return tracing::error!(
+                    "{place}: what is left to do there waits for the next checkpoint"
                 );
             }
         }
@@ -395,23 +401,8 @@ pub fn main(ctx: &Context) -> ExitCode {
     // Its engine may have started another one of this id meanwhile.
     if state.as_ref().is_some_and(|state| started(state) != before) {
         tracing::info!("{id}: it has ended");
-        return ExitCode::FAILURE;
-    }
-    if state.is_some_and(|state| handles_term(state.init)) {
-        // A later checkpoint would be one of a container that is ending.
-        let lock = std::io::stdin().as_fd().try_clone_to_owned();
-        let noted = lock.and_then(|lock| File::from(lock).write_all(b"TERM\n"));
-        if let Err(e) = noted {
-            tracing::warn!("{id}: {e}");
-        }
-    }
-    if !has_term.into_inner() {
-        let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
-        match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
-            Ok(out) if out.code == 0 => tracing::info!("{id}: TERM is sent"),
-            Ok(out) => tracing::warn!("{id}: TERM: {}", out.stderr.trim()),
-            Err(e) => tracing::warn!("{id}: TERM: {e}"),
-        }
+    } else {
+        send_term(ctx, id, state, has_term.into_inner(), &tools);
     }
     // The lock, which would swallow the next TERM.
     let unlocked = File::open("/dev/null").map(|null| nix::unistd::dup2_stdin(&null));
@@ -423,6 +414,32 @@ pub fn main(ctx: &Context) -> ExitCode {
         attend_place(&ctx.config.limits, &place, move |_| drop(partial));
     }
     ExitCode::FAILURE
+}
+
+/// Sends a container the TERM that its engine has sent, unless it has had it.
+fn send_term(
+    ctx: &Context,
+    id: &str,
+    state: Option<ContainerState>,
+    has_term: bool,
+    tools: &SystemTools,
+) {
+    if state.is_some_and(|state| handles_term(state.init)) {
+        // A later checkpoint would be one of a container that is ending.
+        let lock = std::io::stdin().as_fd().try_clone_to_owned();
+        let noted = lock.and_then(|lock| File::from(lock).write_all(b"TERM\n"));
+        if let Err(e) = noted {
+            tracing::warn!("{id}: {e}");
+        }
+    }
+    if !has_term {
+        let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
+        match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
+            Ok(out) if out.code == 0 => tracing::info!("{id}: TERM is sent"),
+            Ok(out) => tracing::warn!("{id}: TERM: {}", out.stderr.trim()),
+            Err(e) => tracing::warn!("{id}: TERM: {e}"),
+        }
+    }
 }
 
 /// Returns true if a process has a handler of TERM.
@@ -609,8 +626,9 @@ mod tests {
         });
         assert!(done.recv().is_ok(), "another's work goes on");
         let (sender, done) = mpsc::channel();
-        attend_place(&limits(900), "/place", move |more_time| {
+        attend_place(&limits(1), "/place", move |more_time| {
             more_time(Duration::from_secs(900));
+            std::thread::sleep(Duration::from_millis(1500));
             let _ = sender.send(());
         });
         assert!(done.try_recv().is_ok(), "it waits for the work");

@@ -384,12 +384,8 @@ impl Place {
             self.adopt(*number);
             self.sweep(*number);
         }
-        let complete = self.numbers("")?;
-        let damaged = self.numbers(DAMAGED)?;
-        let kept = self.numbers(prune::KEPT)?;
-        let last = [&complete, &partial, &damaged, &kept].map(|numbers| numbers.last());
-        let last = last.into_iter().flatten().max().copied().unwrap_or(0);
-        let last = last.max(self.last_there()?);
+        let last = self.last()?.max(self.last_there()?);
+        let last = partial.last().map_or(last, |partial| last.max(*partial));
         for number in (last..).skip(1).take(TRIES as usize) {
             let path = self.partial(number);
             match DirBuilder::new().mode(0o700).create(&path) {
@@ -397,7 +393,8 @@ impl Place {
                 made => made?,
             }
             let lock = make_locked(&path.join(WRITER), lease::this_host().as_bytes())?;
-            if !self.claim(number, &path)? {
+            // Another host may have completed this number since it was looked for.
+            if self.last()? >= number || !self.claim(number, &path)? {
                 remove_all(&path)?;
                 continue;
             }
@@ -413,6 +410,15 @@ impl Place {
             });
         }
         Err(io::Error::other("others take each next number"))
+    }
+
+    /// Returns the highest number that a complete checkpoint has or had here.
+    fn last(&self) -> io::Result<u64> {
+        let mut last = 0;
+        for kind in ["", DAMAGED, prune::KEPT] {
+            last = self.numbers(kind)?.pop().unwrap_or(0).max(last);
+        }
+        Ok(last)
     }
 
     /// Removes small files of killed processes.
@@ -538,9 +544,9 @@ impl PartialCheckpoint {
         // In this order: nobody takes this process for dead.
         let _ = fs::remove_file(self.path.join(WRITER));
         drop(self.lock.take());
-        // Another host may have been first.
         let renamed = match fs::rename(&self.path, &self.to) {
-            Err(_) if self.to.exists() => Ok(()),
+            // Another host has done it.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && self.to.exists() => Ok(()),
             renamed => renamed,
         };
         let directory = self.to.parent().unwrap_or(Path::new("/"));
@@ -570,8 +576,15 @@ impl Drop for PartialCheckpoint {
         }
         self.place.unclaim(self);
         drop(self.lock.take());
-        if let Err(e) = remove_all(&self.path) {
-            tracing::warn!("{}: cannot be removed: {e}", self.path.display());
+        // Under that name the next checkpoint removes what is left when it is complete, and not before.
+        let number = format!("{}{:06}", prune::REMOVED, self.number);
+        let removed = self.place.directory.join(number);
+        let path = match fs::rename(&self.path, &removed) {
+            Ok(()) => &removed,
+            Err(_) => &self.path,
+        };
+        if let Err(e) = remove_all(path) {
+            tracing::warn!("{}: cannot be removed: {e}", path.display());
         }
     }
 }

@@ -30,6 +30,9 @@ def report(what, table, others=()):
     tenth the memory of what is not one of `others`."""
     grows = []
     half = table[len(table) // 2:]
+    if len(half) < 3:
+        print(f"soak: {what} are too few to tell what grows", flush=True)
+        return True
     for name in half[0][1]:
         points = [(cycle, seen[name]) for cycle, seen in half if name in seen]
         each = slope(points) * 100

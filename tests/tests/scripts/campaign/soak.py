@@ -1,7 +1,7 @@
 """soak.py LOW ENGINES CYCLES MANY: checkpoints and restores two GPU containers again and again, and measures all that lives long.
 
 The first goes on at each checkpoint: its shims and its processes live through all of them. The second ends, and comes back; with
-MANY (1) each cycle makes it anew and removes it, and the first is checkpointed in each tenth. Prints a line of numbers every tenth
+MANY (1) each cycle removes it and makes another, and the first is checkpointed in each tenth. Prints a line of numbers every tenth
 cycle (MANY: fiftieth), and at the end how much each grows in 100 cycles: least squares over the second half. Fails if a count grows,
 or the memory of cryopod's shim or the container by more than a tenth."""
 import os

@@ -130,6 +130,15 @@ impl NamedObjects<'_> {
         Ok(numbers_of(&names, prefix))
     }
 
+    /// Returns the highest number after one of these prefixes, or 0.
+    pub(super) fn last(&self, prefixes: &[&str]) -> io::Result<u64> {
+        let names = self.storage.names(self.name)?;
+        let last = prefixes
+            .iter()
+            .filter_map(|prefix| numbers_of(&names, prefix).pop());
+        Ok(last.max().unwrap_or(0))
+    }
+
     /// Returns the numbers of the complete checkpoints that were not found damaged.
     pub(super) fn sound(&self) -> io::Result<Vec<u64>> {
         Ok(sound_numbers(&self.storage.names(self.name)?))
@@ -164,7 +173,7 @@ impl NamedObjects<'_> {
         match again? {
             false => Ok(()),
             true => Err(io::Error::other(
-                "this storage ignores `If-None-Match`, so it holds no leases; use another, or dev.cryopod.copies=many",
+                "this storage ignores `If-None-Match`, so it holds no leases and no new checkpoints; use another",
             )),
         }
     }

@@ -129,12 +129,7 @@ impl Place {
         let Some(objects) = self.objects()? else {
             return Ok(0);
         };
-        let all = objects.storage.names(objects.name)?;
-        let kinds = [COMPLETE, WRITING, REMOVING, DAMAGED_THERE, KEPT];
-        let last = kinds
-            .into_iter()
-            .filter_map(|kind| numbers_of(&all, kind).pop());
-        Ok(last.max().unwrap_or(0))
+        objects.last(&[COMPLETE, WRITING, REMOVING, DAMAGED_THERE, KEPT])
     }
 
     /// Claims the number of a new checkpoint; false: another host has it.
@@ -145,14 +140,27 @@ impl Place {
         File::create(partial.join(UNSENT))?;
         let host = super::lease::this_host();
         let claim = objects.numbered(WRITING, number);
-        let is_claimed = objects.storage.create(&claim, host.as_bytes())?;
-        if is_claimed && objects.storage.create(&claim, host.as_bytes())? {
-            objects.storage.remove(&claim)?;
-            return Err(io::Error::other(
-                "this storage ignores `If-None-Match`: two containers could write one checkpoint; use another",
-            ));
+        if !objects.storage.create(&claim, host.as_bytes())? {
+            return Ok(false);
         }
-        Ok(is_claimed)
+        let again = objects.storage.create(&claim, host.as_bytes());
+        let is_own = match again {
+            // It ignores the condition.
+            Ok(true) => Err(io::Error::other(
+                "this storage ignores `If-None-Match`: two containers could write one checkpoint; use another",
+            )),
+            // The request may have reached the storage when another host's checkpoint of this number was complete.
+            Ok(false) => objects
+                .last(&[COMPLETE, REMOVING, DAMAGED_THERE, KEPT])
+                .map(|last| last < number),
+            Err(e) => Err(e),
+        };
+        if !matches!(is_own, Ok(true))
+            && let Err(e) = objects.storage.remove(&claim)
+        {
+            tracing::warn!("{claim}: {e}");
+        }
+        is_own
     }
 
     /// Gives a number up of which nothing was sent. Else the claim stays for a day, as what is under way must not reach the next

@@ -212,3 +212,17 @@ fn a_damaged_checkpoint_gives_its_name_up_unless_it_is_in_use() {
     let next = place.begin().unwrap().complete().unwrap();
     assert!(next.ends_with("000004"), "{next:?}");
 }
+
+#[test]
+fn what_another_host_completes_is_no_success_of_this_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = Place {
+        directory: dir.path().canonicalize().unwrap().join("c1"),
+        remote: None,
+    };
+    let (of_this_host, renamed_by_another) = (place.begin().unwrap(), place.begin().unwrap());
+    fs::create_dir_all(of_this_host.to.join("another's")).unwrap();
+    assert!(of_this_host.complete().is_err());
+    fs::rename(&renamed_by_another.path, &renamed_by_another.to).unwrap();
+    assert!(renamed_by_another.complete().is_ok());
+}

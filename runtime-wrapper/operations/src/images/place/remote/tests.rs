@@ -328,3 +328,20 @@ fn what_builds_upon_a_damaged_one_is_no_parent() {
         "{needs:?}"
     );
 }
+
+#[test]
+fn the_number_of_a_complete_checkpoint_is_not_claimed() {
+    let store = Arc::new(InMemory::new());
+    let (a, b) = (OneHost::of(&store), OneHost::of(&store));
+    complete(&a.place("job"), "first");
+    // This host looked for the next number before that.
+    let place = b.place("job");
+    place.make().unwrap();
+    let partial = place.partial(1);
+    fs::create_dir(&partial).unwrap();
+    assert!(!place.claim(1, &partial).unwrap());
+    let objects = place.objects().unwrap().unwrap();
+    assert!(objects.numbers(WRITING).unwrap().is_empty());
+    assert!(place.claim(2, &partial).unwrap());
+    assert!(!place.claim(2, &partial).unwrap(), "it is claimed");
+}
