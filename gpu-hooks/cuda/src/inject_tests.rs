@@ -1,7 +1,9 @@
 use super::*;
+use cryopod_host::limited::wait_until;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 /// A process that answers each line with "N line", so that changes to it show.
 fn echo() -> (Child, BufReader<std::process::ChildStdout>) {
@@ -166,6 +168,42 @@ fn dying_tracer() {
     at(4);
     inject.end().unwrap();
     at(5);
+}
+
+#[test]
+fn a_process_that_is_ended_runs_no_further() {
+    use std::os::unix::process::ExitStatusExt;
+    if !SUPPORTED {
+        return;
+    }
+    let (child, mut out) = echo();
+    exit(child.id() as i32, 143, || {}).unwrap();
+    assert_eq!(
+        out.read_line(&mut String::new()).unwrap(),
+        0,
+        "it has ended"
+    );
+    // A tracer is a thread. Its panic is its end, as a KILL is that of all threads.
+    for dies_in_call in [false, true] {
+        let (mut child, _out) = echo();
+        let pid = child.id() as i32;
+        let tracer = std::thread::spawn(move || {
+            if !dies_in_call {
+                return exit(pid, 143, || panic!("killed")).unwrap();
+            }
+            ptrace(libc::PTRACE_SEIZE, pid, 0, O_EXITKILL).unwrap();
+            ptrace(libc::PTRACE_INTERRUPT, pid, 0, 0).unwrap();
+            trace::interrupted(pid).unwrap();
+            let injection = Injection::begin(pid, pid, O_EXITKILL).unwrap();
+            injection.enter(libc::SYS_getpid, [0; 6]).unwrap();
+        });
+        let _ = tracer.join();
+        let pause = Duration::from_millis(20);
+        assert!(wait_until(Duration::from_secs(60), pause, || {
+            child.try_wait().unwrap().is_some()
+        }));
+        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+    }
 }
 
 /// Adds numbers up, in the floating point registers, and tells when a sum is another one.

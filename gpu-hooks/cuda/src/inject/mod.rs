@@ -17,8 +17,8 @@ mod trace;
 
 pub use give::{Descriptor, take_descriptor};
 pub use trace::{
-    ALL_BUT_TRAP, Call, EVENT_STOP, Event, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, SYSCALL_STOP, Seized,
-    entered_call, poll_event, ptrace, set_signal_mask, signal_mask,
+    ALL_BUT_TRAP, Call, EVENT_STOP, Event, O_EXITKILL, O_SUSPEND_SECCOMP, O_TRACESYSGOOD,
+    SYSCALL_STOP, Seized, entered_call, poll_event, ptrace, set_signal_mask, signal_mask,
 };
 
 use code::Code;
@@ -52,8 +52,8 @@ pub fn make_again(tid: i32, call: &Call) -> io::Result<()> {
     arch::set(tid, &regs)
 }
 
-/// Has a process that nobody traces end by exit_group(2). It runs no other instruction. Its cgroup may be frozen until
-/// `thaw`.
+/// Has a process that nobody traces end by exit_group(2). It runs no other instruction, also if this process is killed meanwhile:
+/// then the kernel kills it. Its cgroup may be frozen until `thaw`.
 ///
 /// # Errors
 /// The process has not ended. Threads of it are stopped until this process ends.
@@ -64,14 +64,14 @@ pub fn exit(pid: i32, code: i32, thaw: impl FnOnce()) -> io::Result<()> {
         tids.extend(name.to_str().and_then(|tid| tid.parse::<i32>().ok()));
     }
     for tid in &tids {
-        ptrace(libc::PTRACE_SEIZE, *tid, 0, O_TRACESYSGOOD)?;
+        ptrace(libc::PTRACE_SEIZE, *tid, 0, O_TRACESYSGOOD | O_EXITKILL)?;
         ptrace(libc::PTRACE_INTERRUPT, *tid, 0, 0)?;
     }
     thaw();
     for tid in &tids {
         trace::interrupted(*tid)?;
     }
-    let injection = Injection::begin(pid, pid, 0)?;
+    let injection = Injection::begin(pid, pid, O_EXITKILL)?;
     let code = u64::from(code.unsigned_abs());
     injection.enter(libc::SYS_exit_group, [code, 0, 0, 0, 0, 0])?;
     ptrace(libc::PTRACE_CONT, pid, 0, 0)?;
@@ -180,6 +180,7 @@ impl Injection {
     }
 
     fn set_options(&self, options: libc::c_ulong) -> io::Result<()> {
+        let options = options | self.options & O_EXITKILL;
         ptrace(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
     }
 

@@ -9,6 +9,8 @@ const SETSIGMASK: libc::c_uint = 0x420b;
 const GET_SYSCALL_INFO: libc::c_uint = 0x420e;
 /// Sets this bit in the signal of a syscall stop.
 pub const O_TRACESYSGOOD: libc::c_ulong = 1;
+/// `PTRACE_O_EXITKILL`: the thread's process dies with its tracer.
+pub const O_EXITKILL: libc::c_ulong = 1 << 20;
 /// Disables seccomp filters while the option is set.
 pub const O_SUSPEND_SECCOMP: libc::c_ulong = 1 << 21;
 /// The event of a stop that `PTRACE_INTERRUPT` asked for.
