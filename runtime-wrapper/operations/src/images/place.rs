@@ -395,6 +395,8 @@ impl Place {
             let lock = make_locked(&path.join(WRITER), lease::this_host().as_bytes())?;
             // Another host may have completed this number since it was looked for.
             if self.last()? >= number || !self.claim(number, &path)? {
+                // NFS keeps a file that is open, and with it the directory.
+                drop(lock);
                 remove_all(&path)?;
                 continue;
             }

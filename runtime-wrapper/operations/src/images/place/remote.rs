@@ -145,7 +145,7 @@ impl Place {
         }
         let again = objects.storage.create(&claim, host.as_bytes());
         let is_own = match again {
-            // It ignores the condition.
+            // The storage ignores the condition.
             Ok(true) => Err(io::Error::other(
                 "this storage ignores `If-None-Match`: two containers could write one checkpoint; use another",
             )),
