@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -193,8 +194,14 @@ pub(super) fn finish(mut child: Child, mut heard: impl FnMut(Said)) -> Result<Vr
     }
     let status = child.wait().map_err(|error| error.to_string())?;
     done.unwrap_or_else(|| {
+        let of_memory = match status.signal() {
+            Some(libc::SIGKILL) => {
+                ": the kernel may have killed it for want of memory, which images on a tmpfs take, too; free some, or put them on a disk"
+            }
+            _ => "",
+        };
         Err(format!(
-            "the VRAM files' worker ended without an answer ({status})"
+            "the VRAM files' worker ended without an answer ({status}){of_memory}"
         ))
     })
 }

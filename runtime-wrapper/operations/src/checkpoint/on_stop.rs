@@ -256,6 +256,12 @@ fn attend_place(
     }
 }
 
+/// Removes what there is of a checkpoint that failed.
+fn remove_incomplete(limits: &TimeLimits, partial: PartialCheckpoint) {
+    let place = partial.shown();
+    attend_place(limits, &place, move |_| drop(partial));
+}
+
 /// What the container wants its stop to be.
 fn asked(spec: &Spec) -> Option<Setting<'_>> {
     setting(spec, ANNOTATION).filter(|_| !holds_pod(spec))
@@ -410,8 +416,7 @@ pub fn main(ctx: &Context) -> ExitCode {
         tracing::warn!("{id}: {e}");
     }
     if let Some(partial) = incomplete {
-        let place = partial.shown();
-        attend_place(&ctx.config.limits, &place, move |_| drop(partial));
+        remove_incomplete(&ctx.config.limits, partial);
     }
     ExitCode::FAILURE
 }
@@ -518,6 +523,12 @@ fn save_in_time(
     let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, &images)?;
     let mut named = images;
     let mut is_unsent = false;
+    let give_back = |complete: std::io::Result<()>| {
+        if let Err(e) = complete.and_then(|()| place.give_back(&me)) {
+            tracing::warn!("{}: the lease is not given back: {e}", inv.id);
+        }
+    };
+    let mut to_give_back = None;
     let mut end = |mut frozen: Frozen| {
         if let Some(partial) = &*partial {
             let sent = asked.send(&place, partial, &me, signals);
@@ -530,25 +541,14 @@ fn save_in_time(
             tracing::info!("{}: checkpointed into {}", inv.id, partial.shown());
             complete = partial.complete().map(|complete| named = complete);
         }
-        // None of its instructions will run, so the next may begin, which looks for the name.
-        let give_back = |complete: std::io::Result<()>| {
-            if let Err(e) = complete.and_then(|()| place.give_back(&me)) {
-                tracing::warn!("{}: the lease is not given back: {e}", inv.id);
-            }
-        };
-        // Object storage may take its time, in which the container would stay frozen.
-        let later = match place.is_remote() {
-            true => Some(complete),
-            false => {
-                give_back(complete);
-                None
-            }
-        };
+        // None of its instructions will run, so the next may begin, which looks for the name. Object storage may take its
+        // time, in which the container would stay frozen.
+        match place.is_remote() {
+            true => to_give_back = Some(complete),
+            false => give_back(complete),
+        }
         if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
-        }
-        if let Some(complete) = later {
-            give_back(complete);
         }
         Ok(())
     };
@@ -558,6 +558,9 @@ fn save_in_time(
         end: Some(&mut end),
     };
     let made = super::into_place(&stopping, &inv_of_checkpoint, state, own);
+    if let Some(complete) = to_give_back {
+        give_back(complete);
+    }
     // Of one that was killed meanwhile nothing else is left.
     if let Some(partial) = partial
         .as_ref()

@@ -12,7 +12,7 @@ mkdir -p $disk
 mount -t tmpfs -o size=1g,mode=700 place $disk
 printf '[checkpoint]\nallow = ["%s"]\n[restore]\nallow = ["%s"]\n' $place $place >> /etc/cryopod/config.toml
 log=/var/log/cryopod-on-stop.log
-on_failure() { echo "round $round, seed $seed: $fault"; cat /tmp/said /tmp/faults; tail -n 20 "$log"; podman ps -a; [ -n "$kind" ] && marks job; ls -A $disk/*; "$low" list; }
+on_failure() { echo "round $round, seed $seed: $fault"; cat /tmp/said /tmp/faults; tail -n 20 "$log"; podman ps -a; [ -n "$kind" ] && marks job; ls -A $disk/*; "$low" list; find /run/cryopod -ls; ps -eo pid,ppid,stat,etimes,args --forest; }
 wish=(--annotation={dev.cryopod.on-stop=checkpoint,dev.cryopod.checkpoint.to=$place,dev.cryopod.name=job,dev.cryopod.grace_s=5,dev.cryopod.restore=latest:$place})
 begin() { pod run -d --name "$1" "${wish[@]}" "${@:2}" --network none localhost/busybox "${counter[@]}" > "/tmp/said-$1" 2>&1; }
 numbers() { printed "$1" 2> /dev/null | grep '^[0-9]'; }
@@ -25,7 +25,9 @@ newest() {
 }
 hangs() { kill -STOP $server && sleep "$1.$((RANDOM % 10))" && kill -CONT $server; } # SECONDS: the storage does, a little longer
 quiet() { ! pgrep -f '^cryopod-(on-stop|lease|guard) ' > /dev/null && ! pgrep -x 'criu|crun|runc|cryopod-runtime' > /dev/null; }
-none_left() { podman rm -f -t 0 --all > /dev/null 2>&1 && [ -z "$("$low" list -q)" ] && quiet && [ -z "$(ls -A /run/cryopod)" ]; }
+# A process that is killed after its container's end leaves its directory to the next operation.
+sweep() { cryopod-runtime delete none > /dev/null 2>&1 || true; }
+none_left() { podman rm -f -t 0 --all > /dev/null 2>&1 && [ -z "$("$low" list -q)" ] && quiet && sweep && [ -z "$(ls -A /run/cryopod)" ]; }
 later() { # COMMAND...: does something at a random moment of the next 700 ms
     local wait=0.$((RANDOM % 7))$((RANDOM % 10))
     { sleep "$wait" && "$@" || true; } > /dev/null 2>&1 &

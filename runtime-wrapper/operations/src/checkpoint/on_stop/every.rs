@@ -19,13 +19,15 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::Signal as Interrupt;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::{DEFAULT_GRACE, GRACE, PlacedRequest, checkpoint_of, config_of_place};
+use super::{
+    DEFAULT_GRACE, GRACE, PlacedRequest, checkpoint_of, config_of_place, remove_incomplete,
+};
 use crate::checkpoint::{OwnCheckpoint, into_place};
 use crate::config::tenant::{Tenant, holds_pod};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::LeaseHolder;
-use crate::images::place::{Place, seconds, setting};
+use crate::images::place::{PartialCheckpoint, Place, seconds, setting};
 use crate::request::argv::{self, Invocation};
 use crate::request::context::Context;
 use crate::request::lowlevel::RuntimeKind;
@@ -377,25 +379,57 @@ impl<'a> Attendance<'a> {
         let asked = PlacedRequest::of(&ctx.config, &inv.id, &spec, &tenant);
         let asked = asked.map_err(Error::Failed)?;
         let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
-        let done = || checkpoint(ctx, inv, &state, &asked, self.signals);
-        let (place, named) = metrics::measured("checkpoint", done, |_| true)?;
+        let mut incomplete = None;
+        let done = || checkpoint(ctx, inv, &state, &asked, self.signals, &mut incomplete);
+        let made = metrics::measured("checkpoint", done, |_| true);
         // A stop does not wait for this.
         self.lock = None;
+        if let Some(partial) = incomplete {
+            remove_incomplete(&ctx.config.limits, partial);
+        }
+        let (place, named) = made?;
         asked.completed(ctx, &place, &named);
         Ok(())
     }
 }
 
-/// Makes one checkpoint. The container goes on running in any case.
+/// Makes one checkpoint. The container goes on running in any case. `incomplete`: what there is of one that failed.
 fn checkpoint(
     ctx: &Context,
     inv: &Invocation,
     state: &ContainerState,
     asked: &PlacedRequest<'_>,
     signals: &Signals,
+    incomplete: &mut Option<PartialCheckpoint>,
 ) -> Result<(Place, PathBuf), Error> {
     let me = LeaseHolder::noted(&inv.id, state::directory(ctx, inv));
     let (place, partial) = asked.begin(&me)?;
+    let made = fill(ctx, inv, state, &partial, signals).and_then(|()| {
+        let sent = asked.send(&place, &partial, &me, signals);
+        sent.inspect_err(|_| {
+            // Of one that ended meanwhile nothing else is left.
+            if live::is_alive(&Host::system(), state.init) {
+                partial.discard();
+            }
+        })
+    });
+    if let Err(e) = made {
+        *incomplete = Some(partial);
+        return Err(e);
+    }
+    let shown = partial.shown();
+    let named = partial.complete().map_err(Error::io("the place"))?;
+    tracing::info!("{}: checkpointed into {shown}", inv.id);
+    Ok((place, named))
+}
+
+fn fill(
+    ctx: &Context,
+    inv: &Invocation,
+    state: &ContainerState,
+    partial: &PartialCheckpoint,
+    signals: &Signals,
+) -> Result<(), Error> {
     let config = config_of_place(&ctx.config);
     let (own_ctx, own_inv) = checkpoint_of(ctx, inv, config, partial.path())?;
     let own = OwnCheckpoint {
@@ -403,18 +437,7 @@ fn checkpoint(
         patience: Duration::ZERO,
         end: None,
     };
-    into_place(&own_ctx, &own_inv, state, own)?;
-    let sent = asked.send(&place, &partial, &me, signals);
-    // Of one that ended meanwhile nothing else is left.
-    sent.inspect_err(|_| {
-        if live::is_alive(&Host::system(), state.init) {
-            partial.discard();
-        }
-    })?;
-    let shown = partial.shown();
-    let named = partial.complete().map_err(Error::io("the place"))?;
-    tracing::info!("{}: checkpointed into {shown}", inv.id);
-    Ok((place, named))
+    into_place(&own_ctx, &own_inv, state, own)
 }
 
 #[cfg(test)]
