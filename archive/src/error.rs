@@ -46,7 +46,7 @@ pub enum Error {
         /// What does not work, and what does.
         reason: String,
     },
-    /// The caller cancelled through [`crate::progress::Progress::cancel`].
+    /// Another thread has failed, whose error is reported.
     #[error("{path}: cancelled; nothing was left under that name")]
     Cancelled {
         /// The destination, or the archive that was read.
@@ -61,18 +61,12 @@ impl Error {
         move |source| Self::from_io(&path, action, source)
     }
 
-    /// Like [`Error::io`], but unwraps a [`Bad`] or a cancellation that travelled inside the `io::Error`.
+    /// Like [`Error::io`], but unwraps a [`Bad`] that travelled inside the `io::Error`.
     pub fn from_io(path: &Path, action: &'static str, source: io::Error) -> Self {
         let path = path.to_owned();
-        match source.get_ref() {
-            Some(inner) if inner.is::<Bad>() => {
-                match source.into_inner().map(|e| e.downcast::<Bad>()) {
-                    Some(Ok(bad)) => Self::Bad { path, bad: *bad },
-                    _ => Self::Cancelled { path },
-                }
-            }
-            Some(inner) if inner.is::<Cancelled>() => Self::Cancelled { path },
-            _ => Self::Io {
+        match source.downcast::<Bad>() {
+            Ok(bad) => Self::Bad { path, bad },
+            Err(source) => Self::Io {
                 path,
                 action,
                 source,
@@ -87,11 +81,6 @@ impl Error {
         }
     }
 }
-
-/// Travels inside an `io::Error` when the caller cancels.
-#[derive(Debug, thiserror::Error)]
-#[error("cancelled")]
-pub(crate) struct Cancelled;
 
 /// What is wrong inside an archive. Names are shortened and stripped of control characters for display.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

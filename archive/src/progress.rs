@@ -1,4 +1,4 @@
-//! Counts an operation's progress, and can cancel it.
+//! Counts an operation's progress.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,9 +14,6 @@ pub struct Progress {
 struct Counts {
     total: AtomicU64,
     done: AtomicU64,
-    written: AtomicU64,
-    /// Not 0: cancelled.
-    cancelled: AtomicU64,
 }
 
 // SAFETY: atomic numbers only.
@@ -33,21 +30,6 @@ impl Progress {
         self.counts.done.load(Ordering::Relaxed)
     }
 
-    /// Returns how many bytes are written so far.
-    pub fn written(&self) -> u64 {
-        self.counts.written.load(Ordering::Relaxed)
-    }
-
-    /// Stops the operation soon; it returns [`crate::error::Error::Cancelled`] and leaves nothing behind.
-    pub fn cancel(&self) {
-        self.counts.cancelled.store(1, Ordering::Relaxed);
-    }
-
-    /// Returns true once somebody has called [`Progress::cancel`].
-    pub fn is_cancelled(&self) -> bool {
-        self.counts.cancelled.load(Ordering::Relaxed) != 0
-    }
-
     /// Sets the stored bytes of the source.
     pub fn set_total(&self, bytes: u64) {
         self.counts.total.store(bytes, Ordering::Relaxed);
@@ -56,11 +38,6 @@ impl Progress {
     /// Adds bytes that were read of the source.
     pub fn add_done(&self, bytes: u64) {
         self.counts.done.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Adds bytes that were written.
-    pub fn add_written(&self, bytes: u64) {
-        self.counts.written.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Subtracts from [`Progress::done`] when a transfer starts again.

@@ -189,7 +189,10 @@ impl Sandbox {
         let closed = |path: &PathBuf| path.metadata().is_ok_and(closed);
         let read = self.read.iter().any(closed);
         let write = self.write.iter().any(closed);
-        u64::from(read) << CAP_DAC_READ_SEARCH | u64::from(write) << CAP_DAC_OVERRIDE
+        let mut needed = CapabilitySet::empty();
+        needed.set(CapabilitySet::DAC_READ_SEARCH, read);
+        needed.set(CapabilitySet::DAC_OVERRIDE, write);
+        needed.bits()
     }
 }
 
@@ -299,9 +302,6 @@ fn close_others(keep: &[i32]) {
         from = fd.saturating_add(1);
     }
 }
-
-const CAP_DAC_OVERRIDE: u32 = 1;
-const CAP_DAC_READ_SEARCH: u32 = 2;
 
 /// Drops all capabilities but these, for good.
 fn drop_capabilities(keep: u64) -> io::Result<()> {

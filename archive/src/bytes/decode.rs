@@ -15,7 +15,7 @@ use self::split::Splitter;
 use crate::bytes::hash;
 use crate::bytes::lease::{Lease, Spare};
 use crate::bytes::stream::{Allowance, Stream};
-use crate::error::{Bad, Cancelled};
+use crate::error::Bad;
 use crate::format::compression::Compression;
 use crate::format::digest::Digest;
 use crate::format::limits::threads_or_cores;
@@ -204,9 +204,6 @@ impl Decoder<'_> {
     }
 
     fn token(&self) -> io::Result<Token> {
-        if self.progress.is_cancelled() {
-            return Err(io::Error::other(Cancelled));
-        }
         self.free.recv().map_err(io::Error::other)?;
         Ok(Token {
             home: self.home.clone(),
@@ -214,9 +211,10 @@ impl Decoder<'_> {
     }
 }
 
-struct CountedInput<'p, R> {
-    inner: R,
-    progress: &'p Progress,
+/// Counts what is read.
+pub(crate) struct CountedInput<'p, R> {
+    pub(crate) inner: R,
+    pub(crate) progress: &'p Progress,
 }
 
 impl<R: Read> Read for CountedInput<'_, R> {

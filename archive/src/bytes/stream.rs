@@ -1,7 +1,7 @@
 //! Reads byte streams: a section of a file, and decompression with bounds.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -239,9 +239,7 @@ impl<'a> Decoded<'a> {
         );
         let inner: Box<dyn Read + Send + 'a> = match compression {
             Compression::None => Box::new(raw),
-            Compression::Gzip => Box::new(Gunzip {
-                inner: flate2::bufread::MultiGzDecoder::new(raw),
-            }),
+            Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(raw)),
             Compression::Zstd => {
                 let mut decoder = zstd::stream::read::Decoder::with_buffer(raw)?;
                 decoder.window_log_max(27)?; // 128 MiB, the largest window of any engine
@@ -265,16 +263,6 @@ pub fn decompressed(mut file: File) -> io::Result<impl Read + Send> {
     file.rewind()?;
     let compression = Compression::detect(&start[..n]);
     Decoded::new(file, compression, Allowance::of(&Limits::default()))
-}
-
-struct Gunzip<R> {
-    inner: flate2::bufread::MultiGzDecoder<R>,
-}
-
-impl<R: BufRead> Read for Gunzip<R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.inner.read(buf)
-    }
 }
 
 impl Read for Decoded<'_> {

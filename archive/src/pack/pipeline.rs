@@ -16,7 +16,6 @@ use super::entropy;
 use crate::bytes::encryption::Recipients;
 use crate::bytes::hash;
 use crate::bytes::lease::{Lease, Spare};
-use crate::error::Cancelled;
 use crate::format::compression::Compression;
 use crate::format::digest::Digest;
 use crate::format::limits::threads_or_cores;
@@ -301,7 +300,6 @@ impl Pool<'_> {
         let mut put = |data: &[u8]| {
             out.write_all(data)?;
             bytes += data.len() as u64;
-            self.progress.add_written(data.len() as u64);
             Ok::<_, io::Error>(())
         };
         for piece in pieces {
@@ -379,9 +377,6 @@ impl Input<'_> {
     }
 
     fn current(&mut self) -> io::Result<&mut PoolChunk> {
-        if self.pool.progress.is_cancelled() {
-            return Err(io::Error::other(Cancelled));
-        }
         match &mut self.chunk {
             Some(chunk) => Ok(chunk),
             none => Ok(none.insert(self.pool.chunk()?)),

@@ -9,7 +9,7 @@ use std::thread;
 use super::image::ImageSource;
 use super::tarball::Tarball;
 use super::{Layer, Source, SourceInner, Visitor, visit_tar};
-use crate::bytes::decode::{Decoder, Digests, Hash};
+use crate::bytes::decode::{CountedInput, Decoder, Digests, Hash};
 use crate::bytes::encryption::Identities;
 use crate::bytes::hash::{HashStream, Tee};
 use crate::bytes::stream::{Allowance, Section};
@@ -18,7 +18,6 @@ use crate::error::{Bad, Error};
 use crate::format::compression::Compression;
 use crate::format::entry::{Entry, Ledger};
 use crate::format::limits::Limits;
-use crate::progress::Progress;
 
 /// Layers that are read at the same time: each has two threads of its own.
 const AT_ONCE: usize = 16;
@@ -104,11 +103,6 @@ struct Walk<'w> {
 
 impl Walk<'_> {
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
-        if self.decoder.progress().is_cancelled() {
-            return Err(Error::Cancelled {
-                path: self.source.path().into(),
-            });
-        }
         if self.stop.load(Ordering::Relaxed) {
             // Another thread has failed; the caller reports its error.
             return Err(Error::Cancelled {
@@ -127,7 +121,7 @@ impl Walk<'_> {
     }
 
     fn counted(&self, entry: &Entry, section: Section) -> Result<(), Error> {
-        let mut reader = CountedSection {
+        let mut reader = CountedInput {
             inner: section,
             progress: self.decoder.progress(),
         };
@@ -367,18 +361,5 @@ enum WalkError {
 impl From<io::Error> for WalkError {
     fn from(e: io::Error) -> Self {
         Self::Io(e)
-    }
-}
-
-struct CountedSection<'p> {
-    inner: Section,
-    progress: &'p Progress,
-}
-
-impl Read for CountedSection<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buf)?;
-        self.progress.add_done(n as u64);
-        Ok(n)
     }
 }

@@ -254,11 +254,6 @@ impl Unpacker<'_> {
         ];
         let mut left = entry.size;
         while left > 0 {
-            if self.progress.is_cancelled() {
-                return Err(Error::Cancelled {
-                    path: self.to.into(),
-                });
-            }
             let n = match reader.read(&mut buf) {
                 Ok(0) => {
                     let bad = Bad::TruncatedFile {
@@ -274,7 +269,6 @@ impl Unpacker<'_> {
             left = left.saturating_sub(n as u64);
             out.write_all(&buf[..n])
                 .map_err(Error::io(&path, "write it"))?;
-            self.progress.add_written(n as u64);
         }
         out.flush().map_err(Error::io(&path, "write it"))?;
         // Directories that the archive does not name need a sync like the others.

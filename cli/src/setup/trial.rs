@@ -8,11 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use cryopod_archive::format::digest::Digest;
 use cryopod_host::files::Host;
 use cryopod_host::limited::wait_until;
 use cryopod_host::programs::Tools;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use crate::temp_dir::{Holds, LockedTempDir};
 
@@ -359,10 +359,7 @@ fn image(host: &Host, file: &Path) -> anyhow::Result<()> {
         }
     }
     let layer = layer.into_inner()?;
-    let digest: String = Sha256::digest(&layer)
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
+    let digest = Digest::of(&layer).to_string();
     let architecture = match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -372,7 +369,7 @@ fn image(host: &Host, file: &Path) -> anyhow::Result<()> {
         "architecture": architecture,
         "os": "linux",
         "config": {"Env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]},
-        "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{digest}")]},
+        "rootfs": {"type": "layers", "diff_ids": [digest]},
         "history": [{"created_by": "cryopod setup"}],
     });
     let manifest = json!([{"Config": "config.json", "RepoTags": [IMAGE], "Layers": ["layer.tar"]}]);

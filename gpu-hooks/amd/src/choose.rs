@@ -4,10 +4,11 @@
 
 use std::collections::BTreeSet;
 
-use crate::checks::{KfdSwitches, compare, matches, names};
+use crate::checks::{compare, matches, names};
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::mapping::wish::Wish;
 
 /// The plugin prints each list of GPUs, `0xABCD ` a GPU, into a buffer of this size, and does not check it.
@@ -27,7 +28,7 @@ pub struct ChoiceRequest<'a> {
     pub wish: &'a Wish,
     /// What the map is given with, for refusals.
     pub wished_by: &'static str,
-    pub switches: &'a KfdSwitches,
+    pub switches: &'a Switches,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,7 +123,7 @@ fn closest(
     source: &Topology,
     candidates: &Topology,
     wishes: &[(u32, u32)],
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Vec<GpuMatch> {
     let (mut free, mut others): (Vec<&Node>, Vec<&Node>) =
         (candidates.gpus().collect(), source.gpus().collect());
@@ -216,7 +217,7 @@ fn plugin_pairs(
 fn in_plugin_order(
     source: &Topology,
     view: &Topology,
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Result<Vec<GpuMatch>, String> {
     for list in [source, view] {
         let gpus = list.gpus();

@@ -1,14 +1,15 @@
 //! Lists the reasons why no map of GPUs exists.
 
-use crate::checks::{KfdSwitches, compare, explain, matches, names};
+use crate::checks::{compare, explain, matches, names};
 use crate::topology::{Node, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::switches::Switches;
 
 /// For each GPU of the checkpoint that no GPU of this host can replace, lists why.
 pub(super) fn unmatched(
     source: &Topology,
     candidates: &Topology,
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Vec<Check> {
     source
         .gpus()
@@ -21,7 +22,7 @@ pub(super) fn wish_mismatches(
     source: &Topology,
     candidates: &Topology,
     wishes: &[(u32, u32)],
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Vec<Check> {
     let by_id = |t: &Topology, id: u32| t.gpus().find(|g| g.gpu_id == id).cloned();
     let pairs = wishes
@@ -37,7 +38,7 @@ pub(super) fn wish_mismatches(
 pub(super) fn too_few(
     source: &Topology,
     candidates: &Topology,
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Option<Check> {
     let fit = |s: &Node| -> Vec<&Node> {
         let targets = candidates.gpus();

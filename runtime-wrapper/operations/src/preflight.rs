@@ -21,7 +21,7 @@ use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::compat::{self, Check};
 use cryopod_gpu_plan::checks::cpu;
 use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost, Pair};
-use cryopod_gpu_plan::checks::switches::Switches;
+use cryopod_gpu_plan::checks::switches::{AMD, Switches};
 use cryopod_gpu_plan::gpus::amd_gpus;
 use cryopod_gpu_plan::mapping::gpumap::Choice;
 use cryopod_gpu_plan::plan::PlanError;
@@ -248,12 +248,8 @@ fn amd(
     images: &Images,
     answer: &mut RestoreAnswer,
 ) -> Result<Option<Vec<Choice>>, Error> {
-    let switches = amd_switches(question.switches);
-    answer.env = switches
-        .environment()
-        .into_iter()
-        .map(|(name, value)| (name, value.into()))
-        .collect();
+    let state = |name: &str| if question.switches.on(name) { "1" } else { "0" };
+    answer.env = AMD.map(|name| (name, state(name).into())).into();
     let recorded = &question.metadata.gpu.gpus;
     let kfd = images.kfd.iter();
     let mut sources: Vec<Topology> = kfd.map(|i| i.topology.clone()).collect();
@@ -269,7 +265,7 @@ fn amd(
         permitted: permitted.as_deref(),
         wish: &gpus::wish(question.config, question.spec)?,
         wished_by: gpus::wished_by(question.spec),
-        switches: &switches,
+        switches: question.switches,
     };
     let choice = match amd_choose::choose(&request) {
         Ok(choice) => choice,
@@ -300,14 +296,6 @@ fn amd(
         })
     });
     Ok(Some(pairs.collect()))
-}
-
-fn amd_switches(switches: &Switches) -> cryopod_amd::checks::KfdSwitches {
-    let mut all = cryopod_amd::checks::KfdSwitches::default();
-    for switch in cryopod_amd::checks::Switch::ALL {
-        all = all.with(switch, switches.on(switch.name()));
-    }
-    all
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! Tests each comparison and each switch, on and off.
 
-use super::super::checks::{KfdSwitches, Switch, SwitchError, compare, explain, matches};
+use super::super::checks::{compare, explain, matches};
 use super::*;
 use cryopod_gpu_plan::checks::compat::Verdict;
+use cryopod_gpu_plan::checks::switches::{AMD, Switches};
 
 type Change = fn(&mut KfdProperties, i64);
 
@@ -12,7 +13,7 @@ macro_rules! change {
     };
 }
 
-fn failing(source: &Node, target: &Node, switches: &KfdSwitches) -> Vec<(String, Verdict)> {
+fn failing(source: &Node, target: &Node, switches: &Switches) -> Vec<(String, Verdict)> {
     compare(source, target, switches)
         .into_iter()
         .filter(|c| c.verdict != Verdict::Ok)
@@ -41,16 +42,14 @@ fn properties_that_must_be_equal() {
         num_sdma_queues_per_engine,
         num_cp_queues
     );
-    let all_off = Switch::ALL
-        .into_iter()
-        .fold(KfdSwitches::default(), |s, switch| s.with(switch, false));
+    let all_off = Switches::default().without(&AMD.map(str::to_owned));
     let source = gpu(1, 0xa000, 0);
-    assert_eq!(failing(&source, &source, &KfdSwitches::default()), []);
+    assert_eq!(failing(&source, &source, &Switches::default()), []);
     for (name, change) in changes {
         for by in [1, -1] {
             let mut target = source.clone();
             change(&mut target.properties, by);
-            for switches in [KfdSwitches::default(), all_off.clone()] {
+            for switches in [Switches::default(), all_off.clone()] {
                 assert_eq!(
                     failing(&source, &target, &switches),
                     [(name.to_owned(), Verdict::Refused)]
@@ -75,7 +74,7 @@ fn properties_that_must_be_equal() {
     for (_, change) in change!(domain, hive_id) {
         let mut target = source.clone();
         change(&mut target.properties, 1);
-        assert!(matches(&source, &target, &KfdSwitches::default()));
+        assert!(matches(&source, &target, &Switches::default()));
     }
 }
 
@@ -83,32 +82,32 @@ fn properties_that_must_be_equal() {
 fn each_switch_relaxes_its_own_comparison() {
     let switched = [
         (
-            Switch::Capability,
+            "KFD_CAPABILITY_CHECK",
             "capability",
             change!(capability)[0].1,
             true,
         ),
         (
-            Switch::VramSize,
+            "KFD_VRAM_SIZE_CHECK",
             "vram_size",
             change!(vram_size)[0].1,
             false,
         ),
-        (Switch::NumGws, "num_gws", change!(num_gws)[0].1, false),
+        ("KFD_NUM_GWS_CHECK", "num_gws", change!(num_gws)[0].1, false),
         (
-            Switch::CachesCount,
+            "KFD_CACHES_COUNT_CHECK",
             "caches_count",
             change!(caches_count)[0].1,
             false,
         ),
         (
-            Switch::FwVersion,
+            "KFD_FW_VER_CHECK",
             "fw_version",
             change!(fw_version)[0].1,
             false,
         ),
         (
-            Switch::SdmaFwVersion,
+            "KFD_SDMA_FW_VER_CHECK",
             "sdma_fw_version",
             change!(sdma_fw_version)[0].1,
             false,
@@ -116,27 +115,26 @@ fn each_switch_relaxes_its_own_comparison() {
     ];
     let source = gpu(1, 0xa000, 0);
     for (switch, property, change, equal) in switched {
-        let title = format!("{} ({property})", switch.name());
+        let title = format!("{} ({property})", switch);
         let (mut less, mut more) = (source.clone(), source.clone());
         change(&mut less.properties, -1);
         change(&mut more.properties, 1);
-        let on = KfdSwitches::default();
+        let on = Switches::default();
         assert_eq!(
             failing(&source, &less, &on),
             [(title.clone(), Verdict::Refused)]
         );
         assert_eq!(matches(&source, &more, &on), !equal, "{title}");
-        let off = on.clone().with(switch, false);
+        let off = on.clone().without(&[switch.to_owned()]);
         assert_eq!(
             failing(&source, &less, &off),
             [(title.clone(), Verdict::Relaxed)]
         );
         assert!(matches(&source, &less, &off) && matches(&source, &more, &off));
         // The other switches do not affect it.
-        let others = Switch::ALL
-            .into_iter()
-            .filter(|s| *s != switch)
-            .fold(on.clone(), |s, o| s.with(o, false));
+        let mut others = AMD.map(str::to_owned).to_vec();
+        others.retain(|other| other != switch);
+        let others = on.clone().without(&others);
         assert!(!matches(&source, &less, &others));
         // The message has the recorded and found values, the remedy and the switch.
         let check = compare(&source, &less, &on)
@@ -149,72 +147,11 @@ fn each_switch_relaxes_its_own_comparison() {
             &check.recorded,
             &check.found,
             &check.remedy,
-            &format!("relaxed by {}=0", switch.name()),
+            &format!("relaxed by {}=0", switch),
         ] {
             assert!(!want.is_empty() && e.contains(want), "{want}: {e}");
         }
     }
-}
-
-#[test]
-fn switches_are_read_as_the_plugin_reads_them() {
-    for switch in Switch::ALL {
-        for (value, on) in [
-            ("0", false),
-            ("NO", false),
-            ("no", false),
-            ("1", true),
-            ("YES", true),
-            ("Yes", true),
-        ] {
-            let switches = KfdSwitches::parse([(switch.name(), value)]).unwrap();
-            assert_eq!(switches.is_on(switch), on);
-            assert!(
-                Switch::ALL
-                    .into_iter()
-                    .all(|s| s == switch || switches.is_on(s))
-            );
-            assert_eq!(
-                KfdSwitches::parse(switches.environment())
-                    .unwrap()
-                    .environment(),
-                switches.environment()
-            );
-        }
-        for value in ["", "false", "true", "off", "2", " 1"] {
-            let e = KfdSwitches::parse([(switch.name(), value)]).unwrap_err();
-            assert!(matches!(&e, SwitchError::Bool { key, .. } if key == switch.name()));
-            assert!(e.to_string().starts_with(switch.name()), "{e}");
-        }
-    }
-    let e = KfdSwitches::parse([("KFD_FW_CHECK", "0")])
-        .unwrap_err()
-        .to_string();
-    assert!(
-        e.contains("KFD_FW_CHECK") && e.contains("KFD_FW_VER_CHECK"),
-        "{e}"
-    );
-    for good in ["0", "4096", "64k", "64K", "10M", "2G"] {
-        let env = KfdSwitches::parse([("KFD_MAX_BUFFER_SIZE", good)])
-            .unwrap()
-            .environment();
-        assert!(env.contains(&("KFD_MAX_BUFFER_SIZE", good.to_owned())));
-    }
-    for bad in [
-        "",
-        "K",
-        "10T",
-        "-1",
-        "1.5G",
-        "99999999999999999999",
-        "99999999999G",
-    ] {
-        let e = KfdSwitches::parse([("KFD_MAX_BUFFER_SIZE", bad)])
-            .unwrap_err()
-            .to_string();
-        assert!(e.starts_with("KFD_MAX_BUFFER_SIZE: "), "{e}");
-    }
-    assert_eq!(KfdSwitches::default().environment().len(), 7);
 }
 
 #[test]
@@ -225,7 +162,7 @@ fn every_reason_at_once_and_not_too_many() {
         node.properties.device_id += 1;
         node.properties.fw_version = 10 + i as u32;
     }
-    let checks = explain(&source, &here, &KfdSwitches::default());
+    let checks = explain(&source, &here, &Switches::default());
     let [model, firmware] = &checks[..] else {
         panic!("{checks:?}");
     };

@@ -1,9 +1,9 @@
 //! Tests the choice as a whole.
 
-use super::super::checks::{KfdSwitches, Switch};
 use super::super::choose::{ChoiceRequest, KfdChoice, KfdRefused, choose};
 use super::*;
 use cryopod_gpu_plan::checks::compat::{Verdict, refusals};
+use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::mapping::wish::Wish;
 
 fn decide(
@@ -11,7 +11,7 @@ fn decide(
     target: &Topology,
     permitted: Option<&[u32]>,
     wish: &str,
-    switches: &KfdSwitches,
+    switches: &Switches,
 ) -> Result<KfdChoice, Box<KfdRefused>> {
     choose(&ChoiceRequest {
         sources,
@@ -29,7 +29,7 @@ fn auto(source: &Topology, target: &Topology) -> Result<KfdChoice, Box<KfdRefuse
         target,
         None,
         "auto",
-        &KfdSwitches::default(),
+        &Switches::default(),
     )
 }
 
@@ -80,7 +80,7 @@ fn another_host_and_only_what_may_be_used() {
         &here,
         Some(&[131, 133]),
         "auto",
-        &KfdSwitches::default(),
+        &Switches::default(),
     )
     .unwrap();
     assert_eq!(
@@ -95,7 +95,7 @@ fn another_host_and_only_what_may_be_used() {
         "{}",
         choice.sentence
     );
-    let e = all(&decide(&[source], &here, Some(&[]), "auto", &KfdSwitches::default()).unwrap_err());
+    let e = all(&decide(&[source], &here, Some(&[]), "auto", &Switches::default()).unwrap_err());
     assert!(
         e.contains("GPU count: the checkpoint has 1, this host has 0 that may be used (none)"),
         "{e}"
@@ -134,7 +134,7 @@ fn wishes_by_every_kind_of_name() {
                 &here,
                 None,
                 &wish,
-                &KfdSwitches::default(),
+                &Switches::default(),
             )
             .unwrap();
             assert_eq!(minors(&choice), [(129, 131)], "{wish}");
@@ -146,7 +146,7 @@ fn wishes_by_every_kind_of_name() {
         &here,
         None,
         "7=0,0=renderD140,0=1,0=2",
-        &KfdSwitches::default(),
+        &Switches::default(),
     )
     .unwrap_err());
     for want in [
@@ -157,7 +157,7 @@ fn wishes_by_every_kind_of_name() {
         assert!(e.contains(want), "{want}: {e}");
     }
     here.nodes[4].properties.fw_version -= 1;
-    let e = all(&decide(&[source], &here, None, "0=3", &KfdSwitches::default()).unwrap_err());
+    let e = all(&decide(&[source], &here, None, "0=3", &Switches::default()).unwrap_err());
     assert!(
         e.contains("KFD_FW_VER_CHECK (fw_version)")
             && e.contains("the checkpoint has 80, this host has 79"),
@@ -202,7 +202,7 @@ fn relaxed_checks_are_shown_as_such() {
     let source = machine(1, 1, 0xa000);
     let mut here = machine(1, 1, 0xb000);
     here.nodes[1].properties.fw_version -= 1;
-    let off = KfdSwitches::default().with(Switch::FwVersion, false);
+    let off = Switches::default().without(&["KFD_FW_VER_CHECK".to_owned()]);
     let choice = decide(&[source], &here, None, "auto", &off).unwrap();
     let relaxed: Vec<&str> = choice
         .checks
@@ -253,11 +253,11 @@ fn processes_that_saw_other_gpus() {
         &t,
         None,
         "auto",
-        &KfdSwitches::default(),
+        &Switches::default(),
     )
     .unwrap_err());
     assert!(e.contains("GPUs of each process: the checkpoint has one process with 0xa000, 0xa001, one with 0xa000"), "{e}");
-    assert!(decide(&[], &t, None, "auto", &KfdSwitches::default()).is_err());
+    assert!(decide(&[], &t, None, "auto", &Switches::default()).is_err());
     // The same GPUs in another order map in another way.
     let mut reversed = t.clone();
     reversed.nodes.reverse();
@@ -266,7 +266,7 @@ fn processes_that_saw_other_gpus() {
         &t,
         None,
         "auto",
-        &KfdSwitches::default(),
+        &Switches::default(),
     )
     .unwrap_err();
     assert!(
@@ -279,7 +279,7 @@ fn processes_that_saw_other_gpus() {
 #[test]
 fn a_wish_that_the_plugin_would_not_keep_is_refused() {
     let (source, here) = (machine(1, 2, 0xa000), machine(1, 2, 0xb000));
-    let e = decide(&[source], &here, None, "0=1,1=0", &KfdSwitches::default()).unwrap_err();
+    let e = decide(&[source], &here, None, "0=1,1=0", &Switches::default()).unwrap_err();
     assert!(
         e.reason.contains(
             "CRIU's amdgpu plugin would map GPU 0xa000 (renderD128) to GPU 0xb000 (renderD128)"
@@ -301,7 +301,7 @@ fn a_wish_moves_the_others_and_is_taken_at_its_word_in_a_hive() {
     );
     let decide = |source: &Topology, wish: &str| {
         let sources = std::slice::from_ref(source);
-        decide(sources, &here, None, wish, &KfdSwitches::default()).map(|c| minors(&c))
+        decide(sources, &here, None, wish, &Switches::default()).map(|c| minors(&c))
     };
     assert_eq!(decide(&source, "0=4").unwrap(), [(128, 132), (129, 133)]);
     assert!(decide(&source, "0=5,1=4").is_err());

@@ -134,122 +134,38 @@ impl Flags {
 /// A flag's name, and whether it takes a value.
 type Flag = (&'static str, bool);
 
-const RUNC_GLOBALS: &[Flag] = &[
-    ("debug", false),
-    ("log", true),
-    ("log-format", true),
-    ("root", true),
-    ("criu", true),
-    ("systemd-cgroup", false),
-    ("rootless", true),
-];
-const CRUN_GLOBALS: &[Flag] = &[
-    ("debug", false),
-    ("cgroup-manager", true),
-    ("systemd-cgroup", false),
-    ("log", true),
-    ("log-format", true),
-    ("log-level", true),
-    ("root", true),
-    ("rootless", true),
-];
-const RUNC_CHECKPOINT: &[Flag] = &[
-    ("image-path", true),
-    ("work-path", true),
-    ("parent-path", true),
-    ("leave-running", false),
-    ("tcp-established", false),
-    ("tcp-skip-in-flight", false),
-    ("link-remap", false),
-    ("ext-unix-sk", false),
-    ("shell-job", false),
-    ("lazy-pages", false),
-    ("status-fd", true),
-    ("page-server", true),
-    ("file-locks", false),
-    ("pre-dump", false),
-    ("manage-cgroups-mode", true),
-    ("empty-ns", true),
-    ("auto-dedup", false),
-];
-const CRUN_CHECKPOINT: &[Flag] = &[
-    ("image-path", true),
-    ("work-path", true),
-    ("leave-running", false),
-    ("tcp-established", false),
-    ("ext-unix-sk", false),
-    ("shell-job", false),
-    ("file-locks", false),
-    ("network-lock", true),
-    ("parent-path", true),
-    ("pre-dump", false),
-    ("manage-cgroups-mode", true),
-];
-const RUNC_RESTORE: &[Flag] = &[
-    ("console-socket", true),
-    ("image-path", true),
-    ("work-path", true),
-    ("tcp-established", false),
-    ("ext-unix-sk", false),
-    ("shell-job", false),
-    ("file-locks", false),
-    ("manage-cgroups-mode", true),
-    ("bundle", true),
-    ("b", true),
-    ("detach", false),
-    ("d", false),
-    ("pid-file", true),
-    ("no-subreaper", false),
-    ("no-pivot", false),
-    ("empty-ns", true),
-    ("auto-dedup", false),
-    ("lazy-pages", false),
-    ("lsm-profile", true),
-    ("lsm-mount-context", true),
-    ("no-new-keyring", false),
-];
-// Engines made for runc pass flags that crun lacks; see `restore::arguments`.
-const CRUN_RESTORE: &[Flag] = &[
-    ("bundle", true),
-    ("b", true),
-    ("image-path", true),
-    ("work-path", true),
-    ("tcp-established", false),
-    ("tcp-close", false),
-    ("ext-unix-sk", false),
-    ("shell-job", false),
-    ("detach", false),
-    ("d", false),
-    ("pid-file", true),
-    ("console-socket", true),
-    ("file-locks", false),
-    ("manage-cgroups-mode", true),
-    ("network-lock", true),
-    ("lsm-profile", true),
-    ("lsm-mount-context", true),
-    ("no-subreaper", false),
-    ("no-pivot", false),
-    ("no-new-keyring", false),
-];
+/// Returns a set's flags. `=` after a name: it takes a value.
+fn each_flag(set: &'static str) -> impl Iterator<Item = Flag> {
+    set.split_whitespace()
+        .map(|word| match word.strip_suffix('=') {
+            Some(name) => (name, true),
+            None => (word, false),
+        })
+}
 
-const CREATE: &[Flag] = &[
-    ("bundle", true),
-    ("b", true),
-    ("config", true),
-    ("f", true),
-    ("console-socket", true),
-    ("pidfd-socket", true),
-    ("pid-file", true),
-    ("no-pivot", false),
-    ("no-new-keyring", false),
-    ("no-subreaper", false),
-    ("preserve-fds", true),
-    // of `run`
-    ("detach", false),
-    ("d", false),
-    ("keep", false),
-];
-const KILL: &[Flag] = &[("all", false), ("a", false)];
+const RUNC_GLOBALS: &str = "debug log= log-format= root= criu= systemd-cgroup rootless=";
+const CRUN_GLOBALS: &str = "\
+    debug cgroup-manager= systemd-cgroup log= log-format= log-level= root= rootless=";
+const RUNC_CHECKPOINT: &str = "\
+    image-path= work-path= parent-path= leave-running tcp-established tcp-skip-in-flight link-remap ext-unix-sk \
+    shell-job lazy-pages status-fd= page-server= file-locks pre-dump manage-cgroups-mode= empty-ns= auto-dedup";
+const CRUN_CHECKPOINT: &str = "\
+    image-path= work-path= leave-running tcp-established ext-unix-sk shell-job file-locks network-lock= \
+    parent-path= pre-dump manage-cgroups-mode=";
+const RUNC_RESTORE: &str = "\
+    console-socket= image-path= work-path= tcp-established ext-unix-sk shell-job file-locks manage-cgroups-mode= \
+    bundle= b= detach d pid-file= no-subreaper no-pivot empty-ns= auto-dedup lazy-pages lsm-profile= \
+    lsm-mount-context= no-new-keyring";
+// Engines made for runc pass flags that crun lacks; see `restore::arguments`.
+const CRUN_RESTORE: &str = "\
+    bundle= b= image-path= work-path= tcp-established tcp-close ext-unix-sk shell-job detach d pid-file= \
+    console-socket= file-locks manage-cgroups-mode= network-lock= lsm-profile= lsm-mount-context= no-subreaper \
+    no-pivot no-new-keyring";
+// Also of `run`.
+const CREATE: &str = "\
+    bundle= b= config= f= console-socket= pidfd-socket= pid-file= no-pivot no-new-keyring no-subreaper \
+    preserve-fds= detach d keep";
+const KILL: &str = "all a";
 
 /// Decodes a command line (without the program's name). Returns `None` if it is not fully understood, asks for help or
 /// has no verb.
@@ -282,7 +198,7 @@ pub fn decode(kind: RuntimeKind, args: &[OsString]) -> Option<Invocation> {
         debug: flags.has("debug"),
     };
     let set = match (verb, kind) {
-        (Verb::Pause | Verb::Resume | Verb::Start | Verb::State, _) => &[],
+        (Verb::Pause | Verb::Resume | Verb::Start | Verb::State, _) => "",
         (Verb::Kill, _) => KILL,
         (Verb::Create | Verb::Run, _) => CREATE,
         (Verb::Other, _) => {
@@ -327,7 +243,7 @@ fn log_file(kind: RuntimeKind, log: &OsStr) -> Option<PathBuf> {
 /// Reads flags from `at` on. Returns them and the index of the first word that is not a flag.
 fn take_flags(
     kind: RuntimeKind,
-    set: &[Flag],
+    set: &'static str,
     args: &[OsString],
     mut at: usize,
 ) -> Option<(Flags, usize)> {
@@ -382,8 +298,8 @@ fn take_flags(
     Some((flags, at))
 }
 
-fn lookup(kind: RuntimeKind, set: &[Flag], word: &str) -> Option<Flag> {
-    let exact = |name: &str| set.iter().find(|(n, _)| *n == name).copied();
+fn lookup(kind: RuntimeKind, set: &'static str, word: &str) -> Option<Flag> {
+    let exact = |name: &str| each_flag(set).find(|(n, _)| *n == name);
     // Records short flags under their long names.
     let canonical = |(n, v): Flag| match n {
         "b" => ("bundle", v),
@@ -398,10 +314,8 @@ fn lookup(kind: RuntimeKind, set: &[Flag], word: &str) -> Option<Flag> {
             if let Some(flag) = exact(name).filter(|(n, _)| n.len() > 1) {
                 return Some(flag);
             }
-            let mut starting = set
-                .iter()
-                .filter(|(n, _)| n.len() > 1 && n.starts_with(name));
-            let found = starting.next().copied()?;
+            let mut starting = each_flag(set).filter(|(n, _)| n.len() > 1 && n.starts_with(name));
+            let found = starting.next()?;
             starting.next().is_none().then_some(found)
         }
         (None, RuntimeKind::Crun) => {

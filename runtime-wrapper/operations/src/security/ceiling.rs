@@ -7,52 +7,8 @@
 
 use cryopod_archive::criu::privileges::{Capabilities, Credentials};
 use cryopod_host::spec::Spec;
+use rustix::thread::CapabilitySet;
 use serde_json::Value;
-
-/// Capabilities by their numbers.
-pub const CAPABILITIES: [&str; 41] = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "DAC_READ_SEARCH",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "SETGID",
-    "SETUID",
-    "SETPCAP",
-    "LINUX_IMMUTABLE",
-    "NET_BIND_SERVICE",
-    "NET_BROADCAST",
-    "NET_ADMIN",
-    "NET_RAW",
-    "IPC_LOCK",
-    "IPC_OWNER",
-    "SYS_MODULE",
-    "SYS_RAWIO",
-    "SYS_CHROOT",
-    "SYS_PTRACE",
-    "SYS_PACCT",
-    "SYS_ADMIN",
-    "SYS_BOOT",
-    "SYS_NICE",
-    "SYS_RESOURCE",
-    "SYS_TIME",
-    "SYS_TTY_CONFIG",
-    "MKNOD",
-    "LEASE",
-    "AUDIT_WRITE",
-    "AUDIT_CONTROL",
-    "SETFCAP",
-    "MAC_OVERRIDE",
-    "MAC_ADMIN",
-    "SYSLOG",
-    "WAKE_ALARM",
-    "BLOCK_SUSPEND",
-    "AUDIT_READ",
-    "PERFMON",
-    "BPF",
-    "CHECKPOINT_RESTORE",
-];
 
 /// Securebits that need no capability: `KEEP_CAPS`, which an exec clears.
 const KEEP_CAPS: u32 = 1 << 4;
@@ -107,8 +63,8 @@ impl CredentialsCeiling {
 
     /// Returns true if a process of the container can have this capability.
     pub fn has(&self, capability: &str) -> bool {
-        let number = CAPABILITIES.iter().position(|c| *c == capability);
-        number.is_some_and(|n| self.reachable >> n & 1 == 1)
+        let capability = CapabilitySet::from_name(capability);
+        capability.is_some_and(|c| self.reachable & c.bits() != 0)
     }
 
     /// Returns what these credentials have beyond the ceiling, each a sentence's end: "has ...".
@@ -166,15 +122,15 @@ fn capability_set(spec: &Value, set: &str) -> u64 {
     let names = names.and_then(Value::as_array).into_iter().flatten();
     names.filter_map(Value::as_str).fold(0, |all, name| {
         let name = name.trim_start_matches("CAP_");
-        let number = CAPABILITIES.iter().position(|c| *c == name);
-        number.map_or(all, |n| all | 1 << n)
+        CapabilitySet::from_name(name).map_or(all, |c| all | c.bits())
     })
 }
 
 /// Returns the name of a capability, `CAP_CHOWN` for 0.
-pub fn name(number: usize) -> String {
-    match CAPABILITIES.get(number) {
-        Some(name) => format!("CAP_{name}"),
+fn name(number: u32) -> String {
+    let capability = CapabilitySet::from_bits_retain(1 << number);
+    match capability.iter_names().next() {
+        Some((name, _)) => format!("CAP_{name}"),
         None => format!("capability {number}"),
     }
 }
