@@ -47,7 +47,7 @@ pub enum Error {
         reason: String,
     },
     /// Another thread has failed, whose error is reported.
-    #[error("{path}: cancelled; nothing was left under that name")]
+    #[error("{path}: stopped, as another part of it has failed")]
     Cancelled {
         /// The destination, or the archive that was read.
         path: PathBuf,

@@ -37,7 +37,7 @@ use nix::unistd::Pid;
 
 use crate::config::restore::Asker;
 use crate::config::tenant::{Tenant, holds_pod};
-use crate::config::{Config, CriuValue, TimeLimits};
+use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
@@ -204,7 +204,8 @@ impl PlacedRequest<'_> {
         let (place, checkpoint, keep) = (place.clone(), checkpoint.to_owned(), self.keep);
         let config = ctx.config.clone();
         let shown = self.place.place.to_owned();
-        attend_place(&ctx.config.limits, self.place.place, move |more_time| {
+        let limit = config.limits.checkpoint(0);
+        attend_place(limit, self.place.place, move |more_time| {
             // The list has a limit of its own, which is to be over first.
             more_time(integrity::limit(&config, &checkpoint) + config.limits.checkpoint(0));
             if let Err(e) = integrity::list(&config, &checkpoint) {
@@ -221,10 +222,10 @@ impl PlacedRequest<'_> {
     }
 }
 
-/// Does work in a place, with the time limit of a checkpoint: a server may never answer. The work may set a new limit for its next
-/// step. What still waits then ends with this process.
+/// Does work in a place, with a time limit: a server may never answer. The work may set a new limit for its next step. What
+/// still waits then goes on as long as this process.
 fn attend_place(
-    limits: &TimeLimits,
+    mut limit: Duration,
     place: &str,
     work: impl FnOnce(&dyn Fn(Duration)) + Send + 'static,
 ) {
@@ -236,7 +237,6 @@ fn attend_place(
         work(&more_time);
         let _ = sender.send(None);
     });
-    let mut limit = limits.checkpoint(0);
     loop {
         match told.recv_timeout(limit) {
             Ok(Some(more)) => limit = more,
@@ -257,9 +257,9 @@ fn attend_place(
 }
 
 /// Removes what there is of a checkpoint that failed.
-fn remove_incomplete(limits: &TimeLimits, partial: PartialCheckpoint) {
+fn remove_incomplete(limit: Duration, partial: PartialCheckpoint) {
     let place = partial.shown();
-    attend_place(limits, &place, move |_| drop(partial));
+    attend_place(limit, &place, move |_| drop(partial));
 }
 
 /// What the container wants its stop to be.
@@ -416,7 +416,7 @@ pub fn main(ctx: &Context) -> ExitCode {
         tracing::warn!("{id}: {e}");
     }
     if let Some(partial) = incomplete {
-        remove_incomplete(&ctx.config.limits, partial);
+        remove_incomplete(ctx.config.limits.checkpoint(0), partial);
     }
     ExitCode::FAILURE
 }
@@ -523,12 +523,6 @@ fn save_in_time(
     let (stopping, inv_of_checkpoint) = checkpoint_of(ctx, inv, config, &images)?;
     let mut named = images;
     let mut is_unsent = false;
-    let give_back = |complete: std::io::Result<()>| {
-        if let Err(e) = complete.and_then(|()| place.give_back(&me)) {
-            tracing::warn!("{}: the lease is not given back: {e}", inv.id);
-        }
-    };
-    let mut to_give_back = None;
     let mut end = |mut frozen: Frozen| {
         if let Some(partial) = &*partial {
             let sent = asked.send(&place, partial, &me, signals);
@@ -541,14 +535,25 @@ fn save_in_time(
             tracing::info!("{}: checkpointed into {}", inv.id, partial.shown());
             complete = partial.complete().map(|complete| named = complete);
         }
-        // None of its instructions will run, so the next may begin, which looks for the name. Object storage may take its
-        // time, in which the container would stay frozen.
-        match place.is_remote() {
-            true => to_give_back = Some(complete),
-            false => give_back(complete),
-        }
+        // None of its instructions will run, so the next may begin, which looks for the name.
+        let give_back = |complete: std::io::Result<()>| {
+            if let Err(e) = complete.and_then(|()| place.give_back(&me)) {
+                tracing::warn!("{}: the lease is not given back: {e}", inv.id);
+            }
+        };
+        // Object storage may take its time, in which the container would stay frozen.
+        let later = match place.is_remote() {
+            true => Some(complete),
+            false => {
+                give_back(complete);
+                None
+            }
+        };
         if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
+        }
+        if let Some(complete) = later {
+            give_back(complete);
         }
         Ok(())
     };
@@ -558,9 +563,6 @@ fn save_in_time(
         end: Some(&mut end),
     };
     let made = super::into_place(&stopping, &inv_of_checkpoint, state, own);
-    if let Some(complete) = to_give_back {
-        give_back(complete);
-    }
     // Of one that was killed meanwhile nothing else is left.
     if let Some(partial) = partial
         .as_ref()
@@ -614,22 +616,18 @@ mod tests {
 
     #[test]
     fn a_place_that_never_answers_is_left() {
-        let limits = |checkpoint_s| TimeLimits {
-            checkpoint_s,
-            ..TimeLimits::default()
-        };
         let (_never, answer) = mpsc::channel::<()>();
-        attend_place(&limits(0), "/place", move |more_time| {
+        attend_place(Duration::ZERO, "/place", move |more_time| {
             more_time(Duration::ZERO);
             let _ = answer.recv();
         });
         let (sender, done) = mpsc::channel();
-        attend_place(&limits(0), "/place", move |_| {
+        attend_place(Duration::from_secs(60), "/place", move |_| {
             let _ = sender.send(());
         });
         assert!(done.recv().is_ok(), "another's work goes on");
         let (sender, done) = mpsc::channel();
-        attend_place(&limits(1), "/place", move |more_time| {
+        attend_place(Duration::from_secs(1), "/place", move |more_time| {
             more_time(Duration::from_secs(900));
             std::thread::sleep(Duration::from_millis(1500));
             let _ = sender.send(());

@@ -73,7 +73,7 @@ impl Newest {
             // Its failed creation would give the running one's lease back.
             return Err(refused(format!("the container {} exists", inv.id)));
         }
-        let me = LeaseHolder::here(&inv.id, directory);
+        let me = LeaseHolder::new(&inv.id, directory);
         let (options, place) = (ctx.config.restore.clone(), place.to_owned());
         let patience = ctx.config.limits.tool() + lease::CONFIRMATION;
         let (sender, found) = mpsc::channel();

@@ -53,6 +53,8 @@ const STOP: Interrupt = Interrupt::SIGTERM;
 const PAUSES: [Interrupt; 3] = [Interrupt::SIGINT, Interrupt::SIGHUP, Interrupt::SIGQUIT];
 /// How soon a pause that is announced shows in the container's state.
 const PAUSED: Duration = Duration::from_secs(2);
+/// How long what there is of a checkpoint that failed is waited for.
+const REMOVAL: Duration = Duration::from_secs(2);
 const TRY_AGAIN: Duration = Duration::from_secs(60);
 /// After failures the time between two tries grows to so many periods.
 const MAX_PERIODS: u32 = 64;
@@ -382,12 +384,13 @@ impl<'a> Attendance<'a> {
         let mut incomplete = None;
         let done = || checkpoint(ctx, inv, &state, &asked, self.signals, &mut incomplete);
         let made = metrics::measured("checkpoint", done, |_| true);
-        // A stop does not wait for this.
-        self.lock = None;
+        // A stop waits for the room that this takes, and not for a server that does not answer.
         if let Some(partial) = incomplete {
-            remove_incomplete(&ctx.config.limits, partial);
+            remove_incomplete(REMOVAL, partial);
         }
         let (place, named) = made?;
+        // A stop does not wait for this.
+        self.lock = None;
         asked.completed(ctx, &place, &named);
         Ok(())
     }

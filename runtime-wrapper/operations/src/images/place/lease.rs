@@ -13,7 +13,7 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
@@ -55,6 +55,9 @@ pub struct LeaseHolder {
     container: String,
     /// The low-level runtime's directory of the container, which exists as long as the container.
     directory: PathBuf,
+    /// When it was made, in nanoseconds: one that is started again has the same id. 0: not known.
+    #[serde(default)]
+    made_ns: u64,
     #[serde(default)]
     given_back: bool,
     /// How long the lease counts for those who would wait for less.
@@ -71,8 +74,18 @@ impl LeaseHolder {
             boot: boot.trim().to_owned(),
             container: container.to_owned(),
             directory,
+            made_ns: 0,
             given_back: false,
             limit_s: 0,
+        }
+    }
+
+    /// A container of this host that is being made.
+    pub fn new(container: &str, directory: PathBuf) -> Self {
+        let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        Self {
+            made_ns: now.as_nanos().try_into().unwrap_or(0),
+            ..Self::here(container, directory)
         }
     }
 
@@ -88,6 +101,12 @@ impl LeaseHolder {
     fn is(&self, other: &Self) -> bool {
         let own = |h: &Self| (h.host.clone(), h.container.clone(), h.directory.clone());
         own(self) == own(other)
+    }
+
+    /// Returns true if it is the same container since its last start.
+    fn is_still(&self, other: &Self) -> bool {
+        let is_unknown = self.made_ns == 0 || other.made_ns == 0;
+        self.is(other) && (is_unknown || self.made_ns == other.made_ns)
     }
 
     /// Returns true if this container of this host exists.
@@ -378,7 +397,7 @@ impl Place {
     /// Checks the fence: returns who has taken the lease over from this container. `had`: it took one when it was made.
     pub fn taken_over(&self, me: &LeaseHolder, had: bool) -> io::Result<Option<String>> {
         Ok(match self.held()? {
-            Some((_, Some(holder))) if holder.is(me) && !holder.given_back => None,
+            Some((_, Some(holder))) if holder.is_still(me) && !holder.given_back => None,
             Some((_, Some(holder))) if !had && holder.given_back => None,
             Some((_, holder)) => Some(holder.map_or("another host".into(), |h| h.host)),
             None => None,
@@ -400,7 +419,7 @@ impl Place {
         // The process that renews it, and one that gives it back, may meet.
         for _ in 0..TRIES {
             let (number, next) = match self.held()? {
-                Some((number, Some(holder))) if holder.is(me) && !holder.given_back => {
+                Some((number, Some(holder))) if holder.is_still(me) && !holder.given_back => {
                     let next = LeaseHolder {
                         given_back,
                         ..holder
@@ -448,6 +467,7 @@ mod tests {
             boot: "b1".into(),
             container: container.into(),
             directory: "/".into(),
+            made_ns: 0,
             given_back: false,
             limit_s: 0,
         }
@@ -482,6 +502,23 @@ mod tests {
         take(&place, &b, LONG).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         assert_eq!(place.numbers(FILE).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn what_is_left_of_a_container_gives_no_lease_of_its_next_start_back() {
+        let (_dir, place) = place();
+        let started = |made_ns| LeaseHolder {
+            made_ns,
+            ..on("a", "1")
+        };
+        take(&place, &started(1), LONG).unwrap();
+        take(&place, &started(2), LONG).unwrap();
+        place.give_back(&started(1)).unwrap();
+        assert!(take(&place, &on("b", "2"), LONG).is_err());
+        assert!(place.taken_over(&started(1), true).unwrap().is_some());
+        assert!(place.taken_over(&started(2), true).unwrap().is_none());
+        place.give_back(&started(2)).unwrap();
+        take(&place, &on("b", "2"), LONG).unwrap();
     }
 
     #[test]
