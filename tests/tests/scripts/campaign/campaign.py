@@ -47,14 +47,18 @@ os.environ["CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS"] = "1"
 
 
 def states():
-    """Where each process of a job is."""
+    """Where each process of a container is, and what is frozen."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        if "job.py" in read(f"/proc/{pid}/cmdline") and "conmon" not in read(f"/proc/{pid}/comm"):
+        if container_of(pid) and "conmon" not in read(f"/proc/{pid}/comm"):
             status = dict(line.split(":\t", 1) for line in read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
             call, where = read(f"/proc/{pid}/syscall").strip(), read(f"/proc/{pid}/wchan")
             found.append(f"{pid} {status.get('State')} traced by {status.get('TracerPid')} pending {status.get('SigPnd')} {status.get('ShdPnd')} at {where} {call}")
-    return found
+    for directory, _, files in os.walk("/sys/fs/cgroup"):
+        for file in {"cgroup.freeze", "freezer.state"} & set(files):
+            if read(f"{directory}/{file}").strip() not in ("0", "THAWED", ""):
+                found.append(f"{directory} is frozen")
+    return found + [f"{pid} {line[:120]}" for pid, _, line in processes() if "criu" in line or "cryopod" in line]
 
 
 class Violation(Exception):
