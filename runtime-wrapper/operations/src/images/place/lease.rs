@@ -55,7 +55,7 @@ pub struct LeaseHolder {
     container: String,
     /// The low-level runtime's directory of the container, which exists as long as the container.
     directory: PathBuf,
-    /// When it was made, in nanoseconds: one that is started again has the same id. 0: not known.
+    /// When its last start began, in nanoseconds since 1970: an engine starts a container again under the same id. 0: unknown.
     #[serde(default)]
     made_ns: u64,
     #[serde(default)]
